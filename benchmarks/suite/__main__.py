@@ -30,6 +30,10 @@ def main(arguments: list[str]) -> int:
             from tests.fake_cuda.host_side import host
 
             return host(Suite(), options, ["-m", "benchmarks.suite", *arguments])
+        if options.compile_ahead:
+            from benchmarks.suite.compile_ahead import compile_ahead
+
+            return compile_ahead(options, started)
         return bench.bench("benchmarks.suite.contest:Suite", options, started)
     except MprunError as error:
         print(f"benchmarks.suite: {error}", file=sys.stderr)
@@ -60,9 +64,21 @@ def parse(arguments: list[str]) -> Namespace:
         help='of the suite the models whose names begin so: "ResNet-50 b256,DCGAN"',
     )
     found.add_argument(
+        "--ratios",
+        action="store_true",
+        help="the suite's networks in few modes, beside torch.amp, plain and compiled",
+    )
+    found.add_argument(
+        "--compile-ahead",
+        action="store_true",
+        help="only compile what would be measured, several at once, into the compiler's cache",
+    )
+    found.add_argument(
         "--host", action="store_true", help="the host side of a CUDA step, without a GPU"
     )
     options = bench.parse(arguments, found)
+    if options.ratios and options.peers is None:
+        options.peers = ["amp", "amp+"]
     if options.host and options.end_to_end:
         raise BadInput("--end-to-end: not with --host, which only measures the step")
     return options

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 import torch
 
 from mprun.errors import BadInput
-from mprun.extensions.bench.cases import Case
+from mprun.extensions.bench.cases import EAGER, Case
 from mprun.extensions.bench.measure import Contender
 from mprun.extensions.bench.runner import RunnerContender
 
@@ -43,6 +43,7 @@ class Entry:
 OWN = {
     "mprun": Entry("", None, None),  # as `mprun model=...` runs it
     "mprun+": Entry("", None, None),  # at its best settings for the model
+    EAGER: Entry("", None, None),  # without torch.compile, where the default takes it
 }
 _BOTH, _IMAGES, _WORDS = (*FP32, *AMP), ("classification",), ("language_model",)
 PEERS = {

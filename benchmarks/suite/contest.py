@@ -14,7 +14,15 @@ from benchmarks.suite.contenders import CONTENDERS, PEERS, available
 from benchmarks.suite.models import MODES_WITH_PEERS, PLAIN_RATE, suite_of
 from mprun.config.registry import task_of
 from mprun.errors import BadInput
-from mprun.extensions.bench.cases import OWN, REFERENCES, BenchGroup, BenchRow, Case, without_device
+from mprun.extensions.bench.cases import (
+    EAGER,
+    OWN,
+    REFERENCES,
+    BenchGroup,
+    BenchRow,
+    Case,
+    without_device,
+)
 from mprun.extensions.bench.contest import Contest
 from mprun.extensions.bench.report import markdown, ratio_text
 from mprun.extensions.bench.summary import summarise
@@ -54,9 +62,12 @@ class Suite(Contest):
 
     def groups(self, options: Namespace, device: torch.device) -> list[BenchGroup]:
         if is_suite(options):
-            return [_of_suite(group, options) for group in _chosen(options.only, device.type)]
-        if options.only is not None:
-            raise BadInput("--only: chooses models of the suite; leave out model=... and the like")
+            return [_of_suite(group, options) for group in _chosen(options, device.type)]
+        for name in ("only", "ratios"):
+            if getattr(options, name):
+                raise BadInput(
+                    f"--{name}: chooses models of the suite; leave out model=... and the like"
+                )
         groups = super().groups(options, device)
         if options.peers is None:
             return groups
@@ -66,6 +77,8 @@ class Suite(Contest):
         self, group: BenchGroup, case: Case, options: Namespace, device: torch.device
     ) -> dict[str, str | None]:
         found = super().others(group, case, options, device)
+        if options.ratios and case.config().train.compile != "off":
+            found[EAGER] = None
         task, asked = task_of(case.config().model), named_peers(options)
         few = is_suite(options) and not asked and options.modes is None and case.mode in REFERENCES
         for peer in () if options.peers is None else asked or PEERS:
@@ -84,7 +97,7 @@ class Suite(Contest):
         twin. Tuned contenders follow: they are the hardest to beat, but may compile for a minute.
         Then come the others in 16 bits, last those in FP32 and TF32, which take the most time.
         """
-        if case.contender in ("mprun", *equality.TWINS):
+        if case.contender in ("mprun", EAGER, *equality.TWINS):
             return 0
         if case.mode in REFERENCES:
             return 3
@@ -114,7 +127,7 @@ class Suite(Contest):
 
 def _of_suite(group: BenchGroup, options: Namespace) -> BenchGroup:
     modes = group.modes if options.modes is None else tuple(options.modes)
-    if options.modes is None and options.peers is not None:
+    if options.modes is None and options.peers is not None and not options.ratios:
         modes = tuple(mode for mode in modes if mode in MODES_WITH_PEERS)
     overrides = (*group.overrides, *without_device(options.overrides))
     return replace(group, modes=modes, overrides=overrides)
@@ -126,13 +139,13 @@ def _with_plain_rate(overrides: Sequence[str]) -> tuple[str, ...]:
     return (*overrides, *(one for one in PLAIN_RATE if one.partition("=")[0] not in given))
 
 
-def _chosen(only: Sequence[str] | None, device_type: str) -> list[BenchGroup]:
+def _chosen(options: Namespace, device_type: str) -> list[BenchGroup]:
     """Return the suite, or its models whose labels begin as --only says."""
-    entries = suite_of(device_type)
-    if only is None:
+    entries = suite_of(device_type, options.ratios)
+    if options.only is None:
         return list(entries)
     found: list[BenchGroup] = []
-    for start in only:
+    for start in options.only:
         named = [e for e in entries if e.label.lower().startswith(start.lower())]
         if not named:
             labels = ", ".join(entry.label for entry in entries)

@@ -1,5 +1,6 @@
 """The default measurements: models and sizes, as plain data."""
 
+from dataclasses import replace
 from functools import partial
 
 from mprun.extensions.bench.cases import BenchGroup
@@ -90,6 +91,21 @@ _GPT2 = _group(
     compile=True,
 )
 
+
+def _ratios(group: BenchGroup, modes: tuple[str, ...], weight: float) -> BenchGroup:
+    return replace(group, modes=modes, best_modes=modes, weight=weight, compile=True)
+
+
+# `--ratios`: each network in the modes that a user would choose, eager and compiled, beside
+# torch.amp, plain and compiled. The most important ones come first.
+GPU_RATIOS = (
+    _ratios(_resnet(256, 0), ("amp",), 60),
+    _ratios(_GPT2, ("amp_bf16", "fp8_tensorwise"), 75),
+    _ratios(_alexnet(512, 0), ("amp",), 40),
+    _ratios(_BIGLSTM, ("amp",), 40),
+    _ratios(_dcgan(128, 0), ("amp",), 40),
+)
+
 # The most important models come first: a budget may end before the last.
 GPU_SUITE = (
     _resnet(256, 200),
@@ -132,6 +148,8 @@ CPU_SUITE = (
 )
 
 
-def suite_of(device_type: str) -> tuple[BenchGroup, ...]:
-    """Return the suite of a kind of device, "cuda" or "cpu"."""
-    return GPU_SUITE if device_type == "cuda" else CPU_SUITE
+def suite_of(device_type: str, ratios: bool = False) -> tuple[BenchGroup, ...]:
+    """Return the suite of a kind of device, "cuda" or "cpu"; ratios: the one of `--ratios`."""
+    if device_type == "cuda":
+        return GPU_RATIOS if ratios else GPU_SUITE
+    return CPU_SUITE

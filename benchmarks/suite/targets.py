@@ -5,11 +5,12 @@ Absolute rates are floors for one H200; the ratios are to contenders measured in
 
 from dataclasses import dataclass
 
-from benchmarks.suite.contenders import AMP, NEAREST_MODE
+from benchmarks.suite.contenders import AMP, FP8, NEAREST_MODE
 from mprun.extensions.bench.cases import OWN
 from mprun.extensions.bench.report import number, table
 from mprun.extensions.bench.summary import peak_ratio, ratio, timed_rows
 
+_RECIPE_MODE = NEAREST_MODE | dict.fromkeys(FP8, "amp_bf16")  # FP8 beside what it replaces
 _HALF = ("amp", "fp16_master_scaled", "amp_bf16")
 _OWN = tuple(OWN)
 
@@ -76,8 +77,9 @@ def against_peers(rows: list[dict]) -> None:
     """Add the comparison with other tools to the summaries of mprun's rows.
 
     ratios: one to "best_peer" of the same model and mode, with its name as "peer" (and its mode, if
-    no other tool has this one and the nearest is used). In 16-bit modes also one to "recipe", the
-    documented torch.amp recipe. peak_over_recipe: peak allocated over that of the recipe.
+    no other tool has this one and the nearest is used). Below FP32 also one to "recipe", the
+    documented torch.amp recipe, and to "recipe+", the same compiled. peak_over_recipe: peak
+    allocated over that of the recipe.
     """
     timed = timed_rows(rows)
     for row in timed.values():
@@ -92,16 +94,17 @@ def against_peers(rows: list[dict]) -> None:
             mode = "" if other["mode"] == case["mode"] else f" ({other['mode']})"
             found = ratio(row, best) | {"peer": f"{other['contender']}{mode}"}
             summary["ratios"]["best_peer"] = found
-        recipe = _recipe(case, timed)
-        if recipe is not None:
-            summary["ratios"]["recipe"] = ratio(row, recipe)
-            summary["peak_over_recipe"] = peak_ratio(row, recipe)
+        for name, contender in (("recipe", "amp"), ("recipe+", "amp+")):
+            if (recipe := _recipe(case, contender, timed)) is not None:
+                summary["ratios"][name] = ratio(row, recipe)
+                if name == "recipe":
+                    summary["peak_over_recipe"] = peak_ratio(row, recipe)
 
 
-def _recipe(case: dict, timed: dict) -> dict | None:
-    """Return the row of the torch.amp recipe for a 16-bit mode; None if there is none."""
-    mode = NEAREST_MODE.get(case["mode"], case["mode"])
-    return timed.get((case["label"], mode, "amp", False)) if mode in AMP else None
+def _recipe(case: dict, contender: str, timed: dict) -> dict | None:
+    """Return the row of a torch.amp recipe for a mode below FP32; None if there is none."""
+    mode = _RECIPE_MODE.get(case["mode"], case["mode"])
+    return timed.get((case["label"], mode, contender, False)) if mode in AMP else None
 
 
 def _peers_of(case: dict, timed: dict) -> list[dict]:

@@ -10,7 +10,9 @@ if TYPE_CHECKING:
     from mprun.config.schema import RunConfig
 
 REFERENCES = ("fp32", "tf32")  # modes to which the others are held
-OWN = ("mprun", "mprun+")  # like `mprun model=...`; with the best settings for the model
+EAGER = "mprun eager"
+# Like `mprun model=...`; with the best settings for the model; without torch.compile.
+OWN = ("mprun", "mprun+", EAGER)
 _REFUSED = {
     "precision": "a bench compares modes; give --modes {value}",
     "scaler": "each mode is measured with its own scaler",

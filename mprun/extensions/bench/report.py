@@ -41,6 +41,7 @@ _TIME_NOTE = (
 _ANSWERS = {True: "equal", False: "UNEQUAL", None: "not compared"}
 _ENDINGS = {
     "complete": "",
+    "running": " Still under way: results until then.",
     "deadline": " The budget ended the bench.",
     "interrupted": " Interrupted: results until then.",
 }

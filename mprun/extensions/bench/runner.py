@@ -15,7 +15,7 @@ from mprun.config.components import TASKS
 from mprun.config.schema import RunConfig
 from mprun.data.source import Batch, Source
 from mprun.errors import BadInput
-from mprun.extensions.bench.cases import Case
+from mprun.extensions.bench.cases import EAGER, Case
 from mprun.extensions.bench.measure import Contender, attempt, synchronise, time_split
 from mprun.numerics.operations import FirstStep
 from mprun.training.run import prepare
@@ -82,7 +82,7 @@ class RunnerContender(Contender):
     def __init__(self, case: Case, device: torch.device):
         self.left_out: dict[str, str] = {}
         on_device = f"device={device.type}"
-        best: list[str] = []
+        best = ["train.compile=off"] if case.contender == EAGER else []
         if case.contender == "mprun+":
             compiled = case.extra.get("compile", True)
             best = best_settings(case.config(on_device), device.type, compiled)

@@ -9,10 +9,11 @@ import json
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -115,7 +116,7 @@ class Session:
             child.end()
         log.write("ceilings", **self.machine)
 
-    def run(self) -> None:
+    def run(self, after_group: Callable[[], object] = lambda: None) -> None:
         """Measure group after group; later groups get the time that a group does not use."""
         rows = iter(self.rows)
         for number, group in enumerate(self.groups):
@@ -123,6 +124,7 @@ class Session:
             weights = [later.weight for later in self.groups[number:]]
             until = now + (self.deadline - now) * group.weight / sum(weights)
             self._measure_group(list(islice(rows, len(group.cases))), until)
+            after_group()
 
     def close(self) -> None:
         self._end(*self._children)
@@ -361,13 +363,44 @@ def run_bench(contest: Contest, options: Namespace, started: float) -> tuple[dic
     groups, left_out = contest.plan(options, device)
     folder = claimed(options, groups)
     deadline = started + options.budget_s - _REPORT_S
-    ended = "complete"
+    found, ended = environment(device), "complete"
+    # Mode by mode for readers; the order of measurement is another.
+    places = [(g.label, real, mode) for g in groups for real in (False, True) for mode in g.modes]
+
+    def write(ended: str) -> tuple[dict, str]:
+        """Write what there is; return the content of bench.json and of bench.md."""
+
+        def place(row: BenchRow) -> int:
+            return places.index((row.case.label, row.case.real_data, row.case.mode))
+
+        rows = sorted(session.rows, key=place)
+        content = {
+            "format": FORMAT,
+            "ended": ended,
+            "options": vars(options),
+            "device_name": device_name(device),
+            "driver": session.machine.get("driver"),
+            "nvml": session.machine.get("nvml", {}),
+            "environment": found,
+            "ceilings": session.machine.get("ceilings"),
+            "left_out": left_out,
+            "rows": [json_values({"key": row.key, **asdict(row)}) for row in rows],
+        }
+        contest.summarise(content)
+        content["created"] = datetime.now(UTC).isoformat(timespec="seconds")
+        content["elapsed_s"] = time.monotonic() - started
+        write_json(folder / "bench.json", content)
+        text = contest.report(content)
+        write_text(folder / "bench.md", text)
+        return content, text
+
     with Interruption() as interruption:
         session = Session(contest, options, groups, device, folder, deadline)
         try:
             with interruption.breaks():
                 session.measure_ceilings()
-                session.run()
+                # Whoever kills a long bench keeps the models that it has measured.
+                session.run(partial(write, "running"))
             if any(row.status == "not measured" for row in session.rows):
                 ended = "deadline"
         except TimeUp:
@@ -376,28 +409,6 @@ def run_bench(contest: Contest, options: Namespace, started: float) -> tuple[dic
             ended = "interrupted"
         finally:
             session.close()
-        # Sort mode by mode for readers; the order of measurement was another.
-        places = [
-            (g.label, real, mode) for g in groups for real in (False, True) for mode in g.modes
-        ]
-        session.rows.sort(key=lambda r: places.index((r.case.label, r.case.real_data, r.case.mode)))
-        content = {
-            "format": FORMAT,
-            "ended": ended,
-            "options": vars(options),
-            "device_name": device_name(device),
-            "driver": session.machine.get("driver"),
-            "nvml": session.machine.get("nvml", {}),
-            "environment": environment(device),
-            "ceilings": session.machine.get("ceilings"),
-            "left_out": left_out,
-            "rows": [json_values({"key": row.key, **asdict(row)}) for row in session.rows],
-        }
-        contest.summarise(content)
-        content["created"] = datetime.now(UTC).isoformat(timespec="seconds")
-        content["elapsed_s"] = time.monotonic() - started
-        write_json(folder / "bench.json", content)
-        text = contest.report(content)
-        write_text(folder / "bench.md", text)
+        content, text = write(ended)
         write_figure(folder / "bench.png", content)
     return content, text, folder

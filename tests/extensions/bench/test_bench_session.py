@@ -1,13 +1,16 @@
 """Who is alive when and whose window is next, with real child processes that compute nothing."""
 
+import json
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from benchmarks.suite.contest import Suite
+from mprun.extensions.bench import session
 from mprun.extensions.bench.cases import BenchGroup, Case
 from mprun.extensions.bench.child import ChildFailed, ChildProcess, TimeUp
 from mprun.extensions.bench.command import parse
@@ -123,6 +126,28 @@ def test_what_does_not_compute_the_same_is_not_timed(bench):
     assert (loop.status, loop.reason) == ("unequal", "loss 2 instead of 1")
     assert loop.equality["ok"] is False and mprun.equality["ok"] is True
     assert bench.asked("window") == ["mprun"] * 2
+
+
+def test_a_bench_that_is_killed_leaves_the_models_before(bench, tmp_path):
+    contest, out = Suite(), tmp_path / "out"
+    bench.add("mprun", mode="fp32")
+    [case] = bench.cases
+    second = replace(case, label="second")
+    groups = [BenchGroup(c.label, modes=("fp32",), cases=(c,)) for c in (case, second)]
+    seen = []
+
+    def check(rows):
+        if rows[0].case.label == "second":
+            seen.append(json.loads((out / "bench.json").read_text()))
+        return {}
+
+    contest.worker, contest.check, contest.plan = SCRIPTED, check, lambda *_: (groups, [])
+    options = parse(["--windows=1", f"--out={out}", "device=cpu", "--plain"])
+    session.run_bench(contest, options, time.monotonic())
+    [before], after = seen, json.loads((out / "bench.json").read_text())
+    assert [bench["ended"] for bench in (before, after)] == ["running", "complete"]
+    assert [row["status"] for row in before["rows"]] == ["measured", "not measured"]
+    assert "Still under way" not in (out / "bench.md").read_text()
 
 
 @pytest.mark.slow
