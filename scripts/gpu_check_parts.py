@@ -13,17 +13,15 @@ from gpu_check_processes import Step
 
 ROOT = Path(__file__).resolve().parents[1]
 _MODES = "fp32,tf32,fp16_naive,fp16_master,fp16_master_scaled,amp,bf16_naive,bf16_master,amp_bf16"
-# The benches of the first call: large convolutions; a small network, a recurrent one.
-_BESIDE, _OWN = "ResNet-50 b256", "DCGAN b128,LSTM LM"
-_OWN_MODES = "fp32,tf32,fp16_master_scaled,amp"
-_RATIO_MODES = "fp32,fp16_master_scaled,amp"  # TF32 and its loop come in the call of the peers
+# Peak memory, energy and speed over FP32, beside torch.amp: a network of images, one of text.
+_MEMORY = ("--only", "ResNet-50 b256,GPT-2", "--plain", "--peers", "amp", "--windows", "3")
+_MEMORY += ("--modes", "fp32,amp,fp16_master_scaled,bf16_master")
 _GPT_MODES = "fp32,tf32,amp_bf16,bf16_stochastic,fp8_tensorwise,fp8_rowwise,"
 _GPT_MODES += "mxfp8,nvfp4"
-# The tests of graphs in these modes can wait; "]" ends the name of a test, and distinguishes the
-# mode fp16_master from fp16_master_scaled.
-_LATER_MODES = ("fp16_naive", "fp16_master]", "bf16_master")
-# A first import of torch takes long on a machine that has just started, or is busy.
-_LEAST_S = 60.0
+_DOCTOR_S = 40  # a cold one compiles for minutes; its page names what this cuts
+# Processes of tests and compilers: each has a CUDA context and a small network, or a compiler.
+_CORES = os.cpu_count() or 1
+_FIRST_TESTS = ("precision", "tasks", "execution", "synchronisation")  # of folders, in this order
 _OURS = ("mprun", "benchmarks")  # packages that are not installed
 # A mode that diverges is a result.
 _DONE_OR_DIVERGED = (0, 3)
@@ -34,12 +32,13 @@ class Setting:
     """The command line of gpu_check. work: folder for everything except the summary.
 
     data: folder of real data, or None. device: "cuda", or "cpu" for a dry run at the smallest size.
-    facts: of the machine, for each step's record.
+    names: of all parts of this call. facts: of the machine, for each step's record.
     """
 
     work: Path
     device: str
     data: Path | None
+    names: tuple[str, ...] = ()
     facts: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -49,51 +48,34 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A part. weight: its share of the time. steps: makes commands from a setting and seconds."""
+    """A part. weight: its share of the time. steps: makes commands from a setting and seconds.
+
+    together: its steps run side by side. least: seconds without which it does not begin.
+    """
 
     weight: float
     steps: Callable[[Setting, float], list[Step]]
+    together: bool = False
+    least: float = 15.0
 
 
 def environment(setting: Setting, seconds: float) -> list[Step]:
-    record = setting.work / "machine.json"
-    return [
-        Step(
-            "machine",
-            _python("scripts/gpu_check_environment.py", str(record)),
-            record=record,
-            least=_LEAST_S,
-        ),
-        Step("doctor", _python("-m", "mprun", "doctor"), plain=True, least=_LEAST_S),
-    ]
+    """Ask what works here, and meanwhile compile what is measured later, where nothing may wait."""
+    doctor = _python("-m", "mprun", "doctor", "--json", "--budget", str(_DOCTOR_S))
+    record = setting.work / "doctor.out.txt"
+    steps = [Step("doctor", doctor, most=_DOCTOR_S + 15, record=record, plain=True)]
+    if "ratios" in setting.names and not setting.dry:
+        command = _python("-m", "benchmarks.suite", "--compile-ahead", "--budget", _budget(seconds))
+        command += _asked_for() or ["--ratios"]
+        threads = (("TORCHINDUCTOR_COMPILE_THREADS", "4"),)
+        steps.append(Step("compile", command, environment=threads))
+    return steps
 
 
-def tests_models(setting: Setting, seconds: float) -> list[Step]:
-    """Test every model in every mode."""
-    return _tests(setting, "tests_models", _in_folder("tasks"))
-
-
-def tests_update(setting: Setting, seconds: float) -> list[Step]:
-    """Test updates, casts and loss scales."""
-    return _tests(setting, "tests_update", _in_folder("precision"))
-
-
-def tests_graphs(setting: Setting, seconds: float) -> list[Step]:
-    """Test CUDA graphs in the most important modes."""
-    chosen = "not (" + " or ".join(_LATER_MODES) + ")"
-    return _tests(setting, "tests_graphs", _in_folder("execution"), "-k", chosen)
-
-
-def tests_others(setting: Setting, seconds: float) -> list[Step]:
-    """Run the tests that the parts above leave out, except slow ones."""
-    folders = ("tasks", "precision", "execution", "distributed")
-    before = [name for folder in folders for name in _in_folder(folder)]
-    others = [name for name in gpu_test_files(ROOT / "tests") if name not in before]
-    graphs, chosen = _in_folder("execution"), " or ".join(_LATER_MODES)
-    return [
-        *_tests(setting, "tests_others", others, share=8),
-        *_tests(setting, "tests_other_graphs", graphs, "-k", chosen),
-    ]
+def tests(setting: Setting, seconds: float) -> list[Step]:
+    """Run the tests of a GPU, those of updates and casts first; compare products with a CPU's."""
+    files = [name for name in gpu_test_files(ROOT / "tests") if name not in _of_ranks()]
+    return [*_tests(setting, "tests", files), *fidelity(setting, seconds)]
 
 
 def tests_slow(setting: Setting, seconds: float) -> list[Step]:
@@ -103,37 +85,32 @@ def tests_slow(setting: Setting, seconds: float) -> list[Step]:
 
 
 def _tests(
-    setting: Setting,
-    name: str,
-    files: list[str],
-    *more: str,
-    marks: str = "gpu and not slow",
-    share: float = 1.0,
+    setting: Setting, name: str, files: list[str], marks: str = "gpu and not slow"
 ) -> list[Step]:
     """Make a test step of some files; a dry run, which skips all, collects just one file."""
     if not files:  # pytest would run all files
         return []
     log = setting.work / f"{name}.jsonl"
-    command = _python("-m", "pytest", "-m", marks, *more, "-p", "no:cacheprovider")
+    command = _python("-m", "pytest", "-m", marks, "-p", "no:cacheprovider")
     command += ["-p", "gpu_check_pytest", f"--tests-log={log}", "-rfE", "--tb=short"]
     command += ["--durations=10", "--continue-on-collection-errors"]
+    if importlib.util.find_spec("xdist") and not setting.dry:
+        command += ["-n", str(max(2, min(12, _CORES - 4)))]
     command += files[:1] if setting.dry else files
-    return [Step(name, command, share=share, record=log, plain=True)]
+    return [Step(name, command, record=log, plain=True)]
 
 
-def _in_folder(name: str) -> list[str]:
-    return gpu_test_files(ROOT / "tests" / name)
+def _of_ranks() -> list[str]:
+    return gpu_test_files(ROOT / "tests" / "distributed")
 
 
 def ratios(setting: Setting, seconds: float) -> list[Step]:
-    """Bench the most important model beside what a user would write: the question of speed."""
-    usual = ["--peers", "loop,amp,amp+", "--only", _BESIDE, "--modes", _RATIO_MODES, "--plain"]
-    return [_bench(setting, seconds, "ratios", usual)]
+    """Bench the networks of the paper, eager and compiled, beside torch.amp, plain and compiled."""
+    return [_bench(setting, seconds, "ratios", ["--ratios"])]
 
 
-def bench(setting: Setting, seconds: float) -> list[Step]:
-    """Bench mprun alone without its best settings, which include a minute of torch.compile."""
-    return [_bench(setting, seconds, "bench", ["--plain", "--only", _OWN, "--modes", _OWN_MODES])]
+def memory(setting: Setting, seconds: float) -> list[Step]:
+    return [_bench(setting, seconds, "memory", [*_MEMORY])]
 
 
 def bench_peers(setting: Setting, seconds: float) -> list[Step]:
@@ -157,19 +134,20 @@ def _bench(
     dry: str = "--modes fp32 --peers loop model=conv_autoencoder data.batch_size=4",
 ) -> Step:
     out = setting.work / name
-    # The bench ends by its budget of at least 20 s; the rest is for imports and for the report.
-    budget = str(int(max(seconds - 20, 20)))
-    command = _python("-m", "benchmarks.suite", "--budget", budget, "--out", str(out))
-    if "BENCH" in os.environ:
-        usual = shlex.split(os.environ["BENCH"])
-    elif setting.dry:
+    command = _python("-m", "benchmarks.suite", "--budget", _budget(seconds), "--out", str(out))
+    if setting.dry:
         usual = ["--windows", "2", "--steps-per-window", "2", "device=cpu", *dry.split()]
-    return Step(name, [*command, *usual], table=out / "bench.md", record=out / "bench.json")
+    return Step(
+        name,
+        [*command, *(_asked_for() or usual)],
+        table=out / "bench.md",
+        record=out / "bench.json",
+    )
 
 
 def tests_ranks(setting: Setting, seconds: float) -> list[Step]:
     """Compare several GPUs with one in every mode; skipped if there is only one."""
-    return _tests(setting, "tests_ranks", _in_folder("distributed"))
+    return _tests(setting, "tests_ranks", _of_ranks())
 
 
 def bench_ranks(setting: Setting, seconds: float) -> list[Step]:
@@ -186,12 +164,13 @@ def bench_ranks(setting: Setting, seconds: float) -> list[Step]:
 
 
 def fidelity(setting: Setting, seconds: float) -> list[Step]:
-    record = setting.work / "fidelity.json"
+    record, table = (setting.work / f"fidelity.{kind}" for kind in ("json", "md"))
     reference = "native" if setting.dry else "cuda"
     command = _python("benchmarks/half_fidelity.py", "--reference", reference)
     if setting.dry:
         command += ["--only", "linear", "--magnitude", "normal"]
-    return [Step("fidelity", [*command, "--json", str(record)], record=record)]
+    command += ["--json", str(record), "--markdown", str(table)]
+    return [Step("fidelity", command, record=record, table=table)]
 
 
 def results(setting: Setting, seconds: float) -> list[Step]:
@@ -233,30 +212,27 @@ def real_data(setting: Setting, seconds: float) -> list[Step]:
     return [Step("real_data", command, table=table, environment=tuple(chosen.items()))]
 
 
-# Weights are seconds in a call of 540.
+# Weights are seconds in a call of 480.
 PARTS = {
-    "environment": Part(20, environment),
-    "tests_update": Part(40, tests_update),
-    "ratios": Part(150, ratios),
-    "tests_models": Part(110, tests_models),
-    "tests_graphs": Part(75, tests_graphs),
-    "bench": Part(110, bench),
-    "fidelity": Part(20, fidelity),
-    "results": Part(280, results),
-    "data": Part(225, real_data),
-    "gpt": Part(505, gpt),
-    "bench_peers": Part(220, bench_peers),
-    "tests_others": Part(135, tests_others),
-    "tests_slow": Part(150, tests_slow),
-    "tests_ranks": Part(150, tests_ranks),
-    "bench_ranks": Part(355, bench_ranks),
+    "environment": Part(75, environment, together=True, least=60),
+    "ratios": Part(230, ratios, least=60),
+    "tests": Part(85, tests, together=True),
+    "memory": Part(65, memory, least=45),
+    "tests_slow": Part(5, tests_slow, least=30),
+    "results": Part(210, results),
+    "data": Part(175, real_data),
+    "gpt": Part(385, gpt, least=60),
+    "bench_peers": Part(385, bench_peers, least=60),
+    "tests_ranks": Part(120, tests_ranks),
+    "bench_ranks": Part(265, bench_ranks),
 }
-# The parts of each call, in this order after the environment: the most important ones come first.
+# The parts of each call, in this order after the environment: the most important ones come first,
+# and the last of the first call runs if time is left.
 CALLS = {
-    "first": ("tests_update", "ratios", "tests_models", "tests_graphs", "bench", "fidelity"),
+    "first": ("ratios", "tests", "memory", "tests_slow"),
     "verdicts": ("results", "data"),
     "gpt": ("gpt",),
-    "peers": ("bench_peers", "tests_others", "tests_slow"),
+    "peers": ("bench_peers",),
     "ranks": ("tests_ranks", "bench_ranks"),
 }
 
@@ -264,15 +240,21 @@ CALLS = {
 def gpu_test_files(folder: Path, also: str = "mark.gpu") -> list[str]:
     """Find test files with a test marked gpu whose imports all exist, relative to the repository.
 
-    Files that are only about CUDA come first. A machine without a network may lack a package that
-    one file needs; collecting that file would end the whole run. also: another text in the files.
+    Those that matter most come first. A machine without a network may lack a package that one file
+    needs; collecting that file would end the whole run. also: another text in the files.
     """
     chosen = []
     for path in folder.rglob("test_*.py"):
         text = path.read_text(encoding="utf-8")
         if "mark.gpu" in text and also in text and not _missing_imports(ast.parse(text)):
             chosen.append(str(path.relative_to(ROOT)))
-    return sorted(chosen, key=lambda name: (not name.endswith("_on_cuda.py"), name))
+
+    def turn(name: str) -> tuple[int, bool, str]:
+        place = {f"tests/{folder}/": i for i, folder in enumerate(_FIRST_TESTS)}
+        first = next((place[start] for start in place if name.startswith(start)), len(place))
+        return first, not name.endswith("_on_cuda.py"), name
+
+    return sorted(chosen, key=turn)
 
 
 def _missing_imports(tree: ast.Module) -> list[str]:
@@ -283,6 +265,15 @@ def _missing_imports(tree: ast.Module) -> list[str]:
         elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
             names.add(node.module.partition(".")[0])
     return sorted(n for n in names if n not in _OURS and importlib.util.find_spec(n) is None)
+
+
+def _asked_for() -> list[str]:
+    return shlex.split(os.environ.get("BENCH", ""))
+
+
+def _budget(seconds: float) -> str:
+    """Return the budget of a bench, at least 20 s; the rest is for imports and for the report."""
+    return str(int(max(seconds - 20, 20)))
 
 
 def _python(*arguments: str) -> list[str]:

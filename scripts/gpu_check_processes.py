@@ -1,4 +1,4 @@
-"""Commands with a time limit, ended with all processes that they started.
+"""Commands side by side with a time limit each, ended with all processes that they started.
 
 Each is started by `gpu_check_processes.py PARENT_ID COMMAND...` and ends with its parent.
 """
@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,30 +19,22 @@ LOOK_EVERY_S = 10  # most of a running step that a kill of everything can lose
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One command. share: share of its part's time, but `least` seconds of it. accepted: exit codes
-    that are no failure.
+    """One command. share: of its part's time, where steps follow one another; most: seconds.
 
-    table: a Markdown file from the command for the summary; None: its stdout is the table, in
-    Markdown or `plain`. record: a JSON file, or a log of tests (.jsonl), from the command.
+    accepted: exit codes that are no failure. table: a Markdown file from the command for the
+    summary; None: its stdout is the table, in Markdown or `plain`. record: a JSON file, or a log of
+    tests (.jsonl), from the command.
     """
 
     name: str
     command: list[str]
     share: float = 1.0
+    most: float = float("inf")
     accepted: tuple[int, ...] = (0,)
     table: Path | None = None
     record: Path | None = None
     plain: bool = False
     environment: tuple[tuple[str, str], ...] = ()
-    least: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """The end of a command. code: exit code, None if it overran its limit and was ended."""
-
-    code: int | None
-    seconds: float
 
 
 def allotted(remaining: float, weights: list[float]) -> float:
@@ -50,66 +42,98 @@ def allotted(remaining: float, weights: list[float]) -> float:
     return max(remaining, 0.0) * weights[0] / sum(weights)
 
 
-def run_limited(
-    step: Step,
-    limit: float,
-    out: Path,
-    err: Path,
-    environment: dict,
-    look: Callable[[], None] = lambda: None,
-) -> Ended:
-    """Run the command, stdout and stderr into files; after `limit` seconds interrupt, then kill.
+class Running:
+    """A started command, its stdout and stderr in files of `folder`.
 
-    The interrupt is like Ctrl-C: pytest then reports failures, and mprun writes its record. look:
-    called again and again while the command runs.
+    After `limit` seconds it is interrupted, like by Ctrl-C: pytest then reports failures, and mprun
+    writes its record. `GRACE_S` later it is killed.
+
+    Attributes:
+        out, err: the files.
+        seconds, code: of the command; the exit code is None if it was interrupted.
+        ended, overran: whether it has.
     """
-    started = time.monotonic()
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        # In the background of a script interrupts are ignored, and our children would inherit that.
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    with open(out, "wb") as stdout, open(err, "wb") as stderr:
-        process = subprocess.Popen(
-            [sys.executable, __file__, str(os.getpid()), *step.command],
-            stdin=subprocess.DEVNULL,
-            stdout=stdout,
-            stderr=stderr,
-            env=environment | dict(step.environment),
-            start_new_session=True,
-        )
-        try:
-            code = _wait(process, started, limit, look)
-        except BaseException:
-            _end(process)
-            raise
-        if code is None:
-            _end(process)
-    return Ended(code, time.monotonic() - started)
 
+    def __init__(self, step: Step, limit: float, folder: Path, environment: dict[str, str]):
+        self.step, self.limit = step, limit
+        self.out, self.err = (folder / f"{step.name}.{kind}.txt" for kind in ("out", "err"))
+        self.code: int | None = None
+        self.ended = self.overran = False
+        self._begun, self._seconds = time.monotonic(), 0.0
+        self._interrupted: float | None = None
+        self._descendants: set[int] = set()
+        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+            # In the background of a script interrupts are ignored, and children inherit that.
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        with open(self.out, "wb") as stdout, open(self.err, "wb") as stderr:
+            self.process = subprocess.Popen(
+                [sys.executable, __file__, str(os.getpid()), *step.command],
+                stdin=subprocess.DEVNULL,
+                stdout=stdout,
+                stderr=stderr,
+                env=environment | dict(step.environment),
+                start_new_session=True,
+            )
 
-def _wait(process: subprocess.Popen, started: float, limit: float, look: Callable) -> int | None:
-    """Return the exit code; None if the process still runs after `limit` seconds."""
-    while (left := started + limit - time.monotonic()) > 0:
-        with suppress(subprocess.TimeoutExpired):
-            return process.wait(min(left, LOOK_EVERY_S))
-        look()
-    return process.poll()
+    @property
+    def seconds(self) -> float:
+        return self._seconds if self.ended else time.monotonic() - self._begun
 
+    def check(self) -> None:
+        """Notice the end of the command; bring it about where its time is over."""
+        if self.ended:
+            return
+        if (code := self.process.poll()) is not None:
+            self._end(None if self._interrupted else code)
+        elif self._interrupted is None:
+            if self.seconds >= self.limit:
+                self.overran = True
+                self.interrupt()
+        elif time.monotonic() >= self._interrupted + GRACE_S:
+            self._end(None)
 
-def _end(process: subprocess.Popen) -> None:
-    """Interrupt the process; after `GRACE_S` kill it and its descendants.
-
-    Runs of a sweep have separate process groups: killing the group would not reach them.
-    """
-    begun = _descendants(process.pid)
-    with suppress(ProcessLookupError):
-        os.kill(process.pid, signal.SIGINT)
-    with suppress(subprocess.TimeoutExpired):
-        process.wait(GRACE_S)
-    for pid in begun | _descendants(process.pid):
+    def interrupt(self) -> None:
+        self._interrupted = time.monotonic()
+        # Runs of a sweep have separate process groups: killing the group would not reach them, and
+        # once their parent is gone nothing tells whose they are.
+        self._descendants = _descendants(self.process.pid)
         with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    process.kill()
-    process.wait()
+            os.kill(self.process.pid, signal.SIGINT)
+
+    def _end(self, code: int | None) -> None:
+        for pid in self._descendants | _descendants(self.process.pid):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.kill()
+        with suppress(subprocess.TimeoutExpired):  # a driver can hold a dead process for a while
+            self.process.wait(2)
+        self._seconds, self.code, self.ended = self.seconds, code, True
+
+
+def wait_for(running: Sequence[Running], look: Callable[[], None] = lambda: None) -> None:
+    """Wait until all have ended; whatever is raised meanwhile ends them first.
+
+    look: called as each of them ends, and again and again while they run.
+    """
+    try:
+        looked, left = time.monotonic(), len(running)
+        while left:
+            time.sleep(0.02)
+            for one in running:
+                one.check()
+            still = sum(not one.ended for one in running)
+            if still < left or time.monotonic() - looked >= LOOK_EVERY_S:
+                looked, left = time.monotonic(), still
+                look()
+    except BaseException:
+        for one in running:
+            if not one.ended:
+                one.interrupt()
+        while not all(one.ended for one in running):
+            time.sleep(0.02)
+            for one in running:
+                one.check()
+        raise
 
 
 def _descendants(pid: int) -> set[int]:

@@ -12,6 +12,8 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    if hasattr(config, "workerinput"):  # of pytest-xdist, whose first process is told of all tests
+        return
     config.pluginmanager.register(TestsLog(config.getoption("--tests-log")))
 
 
@@ -20,25 +22,27 @@ class TestsLog:
 
     def __init__(self, path: str):
         self._file = open(path, "w", encoding="utf-8", buffering=1)
-        self._ended: dict = {}
+        self._ended: dict[str, dict] = {}  # of the tests under way
 
     def pytest_collectreport(self, report):
         if report.failed:
             self._write(test=report.nodeid, **_failure(report))
 
     def pytest_runtest_logstart(self, nodeid):
-        self._ended = {"outcome": "passed", "seconds": 0.0}
+        self._ended[nodeid] = {"outcome": "passed", "seconds": 0.0}
         self._write(test=nodeid, started=True)
 
     def pytest_runtest_logreport(self, report):
-        self._ended["seconds"] += report.duration
+        # A worker that died has said nothing of its test but that it failed.
+        ended = self._ended.setdefault(report.nodeid, {"outcome": "passed", "seconds": 0.0})
+        ended["seconds"] += report.duration
         if report.failed:
-            self._ended |= _failure(report)
-        elif report.skipped and self._ended["outcome"] == "passed":
-            self._ended["outcome"] = "skipped"
+            ended |= _failure(report)
+        elif report.skipped and ended["outcome"] == "passed":
+            ended["outcome"] = "skipped"
 
     def pytest_runtest_logfinish(self, nodeid):
-        self._write(test=nodeid, **self._ended)
+        self._write(test=nodeid, **self._ended.pop(nodeid))
 
     def pytest_unconfigure(self):
         self._file.close()

@@ -11,7 +11,7 @@ from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 
-from gpu_check_processes import Ended, Step
+from gpu_check_processes import Running, Step
 
 ARCHIVE, UNFINISHED = "records.tar.gz", "unfinished.part"
 MAX_FIGURES = 3  # with the two summaries, the archive, verdicts and UNFINISHED at most 8 files
@@ -21,20 +21,15 @@ _PLAIN_LINES, _ERROR_LINES = 80, 20
 _MAX_TEXT = 2**18  # most text of a step in the summary; the archive has all of it
 
 
-def step_report(
-    step: Step, ended: Ended, limit: float, out: Path, err: Path, unended: str | None = None
-) -> dict:
-    """Return a step as plain values: its end, its output, its record.
-
-    unended: the status of a step that did not end by itself.
-    """
-    status = "done"
-    if unended is not None:
-        status = unended
-    elif ended.code is None:
-        status = "overran its time and was ended"
-    elif ended.code not in step.accepted:
-        status = f"failed (exit code {ended.code})"
+def step_report(running: Running) -> dict:
+    """Return a step as plain values: its end, its output, its record."""
+    step, status = running.step, "done"
+    if not running.ended:
+        status = "running"
+    elif running.code is None:
+        status = "overran its time and was ended" if running.overran else "interrupted"
+    elif running.code not in step.accepted:
+        status = f"failed (exit code {running.code})"
     command = step.command
     if command[0] == sys.executable:
         command = ["python3", *command[1:]]
@@ -45,21 +40,24 @@ def step_report(
         "name": step.name,
         "command": shlex.join(command),
         "status": status,
-        "code": ended.code,
-        "seconds": ended.seconds,
-        "limit_s": limit,
-        "text": _text(step, out),
-        "errors": "" if status == "done" else _last_lines(err, _ERROR_LINES),
+        "code": running.code,
+        "seconds": running.seconds,
+        "limit_s": running.limit,
+        "text": _text(step, running.out),
+        "errors": "" if status == "done" else _last_lines(running.err, _ERROR_LINES),
         "record": record,
     }
 
 
-def device_of(machine: dict, asked: str) -> str:
-    """Return the summary's name for the device, from the record of the machine."""
-    name = machine.get("gpu") or ""
+def device_of(summary: dict, asked: str) -> str:
+    """Return the summary's name for the device, from the doctor's record."""
+    doctor = _records(summary).get("doctor")
+    if not doctor:
+        return asked
+    name = doctor["gpus"][0]["name"] if doctor["gpus"] else "cpu"
     if re.search("fake|shim", name, re.IGNORECASE):
         return "no GPU: a fake CUDA runtime, host side only"
-    return name or asked
+    return name
 
 
 def write_summary(summary: dict, out: Path) -> None:
@@ -74,7 +72,7 @@ def write_summary(summary: dict, out: Path) -> None:
 def copy_figures(work: Path, out: Path, copied: list[str]) -> None:
     """Copy the report of the verdicts and figures to `out`; add their names to `copied`."""
     found = [work / "verdicts" / "report.html"]
-    for folder in ("ratios", "bench", "bench_peers", "verdicts", "real_data"):
+    for folder in ("ratios", "memory", "bench_gpt", "bench_peers", "verdicts", "real_data"):
         # The curves over steps come first: there may be more figures than fit.
         files = sorted((work / folder).rglob("*"), key=lambda p: ("steps" not in p.name, p))
         found += [path for path in files if path.suffix in (".png", ".svg")]
@@ -197,40 +195,97 @@ def _read(path: Path) -> str:
 
 
 def _markdown(summary: dict) -> str:
-    parts = summary["parts"]
+    parts, records = summary["parts"], _records(summary)
     lines = [f"# gpu_check on {summary['device']}: {summary['status']}", ""]
     if summary["device"].startswith("no GPU"):
         lines += ["**No value and no time on this page means anything**: kernels did nothing.", ""]
-    if summary["status"] == "running":
-        lines += [f"State {summary['seconds']:.0f} s after the start.", ""]
-    lines += [*_machine(parts), "| part | step | ended | s | of |", "|---|---|---|---|---|"]
+    lines += [f"{summary['seconds']:.0f} of {summary['limit_s']:.0f} s.", ""]
+    lines += [*_machine(summary, records.get("doctor") or {}), ""]
+    for name, what in _BENCHES.items():
+        if table := _bench_table(records.get(name)):
+            lines += [f"## {what}", "", *table, ""]
+    lines += ["| part | step | ended | s | of |", "|---|---|---|---|---|"]
     for name, part in parts.items():
         for step in part["steps"]:
             times = f"{step['seconds']:.0f} | {step['limit_s']:.0f}"
-            lines.append(f"| {name} | {step['name']} | {step['status']} | {times} |")
+            ended = " ".join([step["status"], *_counts(step)[:1]])
+            lines.append(f"| {name} | {step['name']} | {ended} | {times} |")
+        if not part["steps"]:
+            lines.append(f"| {name} | | not begun, no time was left | | |")
     for name, part in parts.items():
         lines += ["", f"## {name}"]
         for step in part["steps"]:
-            if step["name"] == "machine" and step["status"] == "done":
-                continue
             lines += ["", f"`{step['command']}`: {step['status']}", "", *_counts(step)]
-            lines.append(step["text"])
+            if step["name"] != "doctor" or not step["record"]:  # else the page begins with it
+                lines.append(step["text"])
             if step["errors"]:
                 lines += ["", "```", step["errors"], "```"]
     return "\n".join(lines) + "\n"
 
 
-def _machine(parts: dict) -> list[str]:
-    """Return versions, commit and flags, from the first step of the environment."""
-    steps = parts.get("environment", {}).get("steps", [])
-    facts = (steps[0]["record"] if steps else None) or {}
-    flat = {key: value for key, value in facts.items() if not isinstance(value, dict)}
-    lines = [f"- {key}: {value}" for key, value in flat.items() if value is not None]
-    for name in ("packages", "flags"):
-        if name in facts:
-            pairs = (f"{key} {value}" for key, value in facts[name].items())
-            lines.append(f"- {name}: {', '.join(pairs)}")
-    return [*lines, ""] if lines else []
+def _records(summary: dict) -> dict:
+    """Return the records of the steps so far by name."""
+    steps = [step for part in summary["parts"].values() for step in part["steps"]]
+    return {step["name"]: step["record"] for step in steps if isinstance(step["record"], dict)}
+
+
+def _machine(summary: dict, doctor: dict) -> list[str]:
+    """Return what was told of the machine at once, then what the doctor has found."""
+    lines = [f"- {name}: {value}" for name, value in summary.get("machine", {}).items()]
+    if not doctor:
+        return lines
+
+    def pairs(found: dict) -> str:
+        return ", ".join(f"{name} {value}" for name, value in found.items())
+
+    lines.append(f"- packages: {pairs(doctor['machine']['packages'])}")
+    flags = {name: flag["pinned"] for name, flag in doctor["flags"].items()}
+    lines.append(f"- flags: {pairs(flags)}")
+    modes: dict[str, list[str]] = {}
+    for name, mode in doctor["modes"].items():
+        reason = f" ({mode['reason']})" if mode["verdict"] == "refused" else ""
+        modes.setdefault(mode["verdict"], []).append(f"{name}{reason}")
+    lines += [f"- modes {verdict}: {', '.join(names)}" for verdict, names in modes.items()]
+    tested = {"CUDA graph": doctor["cuda_graph"], "NVML": doctor["nvml"]}
+    tested |= {f"fused {rule}": answer for rule, answer in doctor["fused_updates"].items()}
+    said = (f"{what} {'works' if one['works'] else one['why']}" for what, one in tested.items())
+    return [*lines, f"- {'; '.join(said)}"]
+
+
+_BENCHES = {"ratios": "Speed beside torch.amp", "memory": "Memory and energy"}
+
+
+def _bench_table(bench: dict | None) -> list[str]:
+    """Return a row for each contender that was timed, of the record of a bench."""
+    rows = [row for row in (bench or {}).get("rows", ()) if row["summary"]]
+    if not rows:
+        return []
+    head = ["model", "mode", "contender", "samples/s [quartiles]", "n", "over torch.amp"]
+    head += ["over torch.amp compiled", "over FP32", "peak MiB", "of torch.amp's", "of FP32's"]
+    head += ["J a sample", "first use s"]
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    for row in rows:
+        case, found = row["case"], row["summary"]
+        rate, ratios = found["rate"], found["ratios"]
+        cells = [case["label"], case["mode"], case["contender"]]
+        cells += ["{median:,.0f} [{q1:,.0f}, {q3:,.0f}]".format(**rate), str(rate["n"])]
+        cells += [_ratio(ratios.get(name)) for name in ("recipe", "recipe+", "fp32")]
+        peak = row["details"].get("peak", {}).get("allocated")
+        cells.append(f"{peak / 2**20:,.0f}" if peak else "")
+        cells += [_number(found[name], ".2f") for name in ("peak_over_recipe", "peak_ratio")]
+        cells.append(_number(found["energy_j"], ".4g"))
+        cells.append(_number(row["facts"]["prepare"]["first_use_s"], ".1f"))
+        lines.append(f"| {' | '.join(cells)} |")
+    note = "Medians of n windows that took turns; ratios of paired windows with 95 % intervals."
+    return [*lines, "", note]
+
+
+def _ratio(found: dict | None) -> str:
+    return "{median:.3f} [{low:.3f}, {high:.3f}]".format(**found) if found else ""
+
+
+def _number(value: float | None, form: str) -> str:
+    return "" if value is None else f"{value:{form}}"
 
 
 def _counts(step: dict) -> list[str]:

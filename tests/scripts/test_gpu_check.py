@@ -9,9 +9,11 @@ import signal
 import subprocess
 import sys
 import tarfile
+import tempfile
 import time
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -29,14 +31,18 @@ def module(monkeypatch):
 
 @pytest.fixture
 def run_python(module, tmp_path):
-    """``run_python(code, limit)``: how a Python program ended, its stdout, its stderr."""
+    """``run_python(code, ..., limit=)``: how programs side by side ended, what they printed."""
     processes = module("gpu_check_processes")
 
-    def run(code, limit=30.0):
-        step = processes.Step("program", [sys.executable, "-c", code])
-        out, err = tmp_path / "out.txt", tmp_path / "err.txt"
-        ended = processes.run_limited(step, limit, out, err, dict(os.environ))
-        return ended, out.read_text(), err.read_text()
+    def run(*codes, limit=30.0):
+        steps = [
+            processes.Step(f"program {place}", [sys.executable, "-c", code])
+            for place, code in enumerate(codes)
+        ]
+        started = [processes.Running(s, limit, tmp_path, dict(os.environ)) for s in steps]
+        processes.wait_for(started)
+        found = [(one, one.out.read_text(), one.err.read_text()) for one in started]
+        return found if len(found) > 1 else found[0]
 
     return run
 
@@ -109,12 +115,21 @@ def test_an_overrun_is_ended_with_what_it_started_in_other_groups(module, run_py
     assert not any(alive(int(pid)) for pid in out.split())
 
 
+def test_programs_of_a_part_run_side_by_side_and_none_ends_another(run_python):
+    meet = "import pathlib, time; pathlib.Path({own!r}).touch()\n"
+    meet += "while not pathlib.Path({other!r}).exists(): time.sleep(0.01)\n"
+    names = [os.path.join(tempfile.mkdtemp(), name) for name in "ab"]
+    codes = [meet.format(own=a, other=b) for a, b in (names, names[::-1])]
+    ended = run_python("import sys; sys.exit(2)", *codes)
+    assert [one.code for one, _, _ in ended] == [2, 0, 0]
+
+
 def test_a_program_that_is_not_there(module, tmp_path):
     processes = module("gpu_check_processes")
     step = processes.Step("none", [str(tmp_path / "no program")])
-    ended = processes.run_limited(step, 5, tmp_path / "out", tmp_path / "err", {})
-    assert ended.code == 127
-    assert "no program: No such file" in (tmp_path / "err").read_text()
+    one = processes.Running(step, 5, tmp_path, {})
+    processes.wait_for([one])
+    assert one.code == 127 and "no program: No such file" in one.err.read_text()
 
 
 def test_files_whose_packages_are_missing_are_left_out(module, tmp_path, monkeypatch):
@@ -145,7 +160,9 @@ def ended_step(module, tmp_path, code, **fields):
     out.write_text("| a |\n|---|\n")
     err.write_text("\n".join(f"line {i}" for i in range(100)))
     step = processes.Step("one", ["program", "an argument"], **fields)
-    return report.step_report(step, processes.Ended(code, 1.5), 9.0, out, err)
+    ended = {"step": step, "limit": 9.0, "out": out, "err": err, "code": code}
+    ended |= {"ended": True, "seconds": 1.5, "overran": code is None}
+    return report.step_report(SimpleNamespace(**ended))
 
 
 def test_how_steps_are_reported(module, tmp_path):
@@ -187,7 +204,7 @@ def test_the_page_says_when_each_part_of_the_first_call_begins(module):
     said = {text: 60 * int(minute) + int(second) for minute, second, text in rows}
     begins = 0
     for name in ("environment", *parts.CALLS["first"]):
-        own = {"environment": "machine"}.get(name, name)
+        own = {"environment": "doctor"}.get(name, name)
         assert [at for text, at in said.items() if f"`{own}`" in text] == [begins]
         begins += parts.PARTS[name].weight
     assert max(said.values()) == begins
@@ -196,9 +213,9 @@ def test_the_page_says_when_each_part_of_the_first_call_begins(module):
 @pytest.mark.parametrize(
     "asked, expected",
     [
-        (None, "tests_update ratios tests_models tests_graphs bench fidelity".split()),
+        (None, "ratios tests memory tests_slow".split()),
         ("verdicts", ["results"]),
-        ("fidelity,environment,verdicts,fidelity", ["fidelity", "results"]),
+        ("tests,environment,verdicts,tests", ["tests", "results"]),
         ("data", ["data"]),
     ],
 )
@@ -213,74 +230,48 @@ def test_parts_are_asked_for_by_name_or_by_call(module, monkeypatch, asked, expe
         assert wanted(ROOT) == ["environment", "results", "data"]
 
 
-def test_every_gpu_test_is_in_one_part_and_the_slow_ones_in_the_last_call(module, tmp_path):
+def test_every_gpu_test_is_in_one_part_and_the_most_important_ones_come_first(module, tmp_path):
     parts = module("gpu_check_parts")
     setting = parts.Setting(tmp_path, "cuda", None)
     steps = {s.name: s for n, p in parts.PARTS.items() if "tests" in n for s in p.steps(setting, 9)}
+    assert "--reference" in steps.pop("fidelity").command
     slow = steps.pop("tests_slow")
     marks = {step.command[step.command.index("pytest") + 2] for step in steps.values()}
     assert marks == {"gpu and not slow"} and "gpu and slow" in slow.command
     assert "tests/execution/test_graphs_on_cuda.py" in files_of(slow)
-    # Of the modes of graphs the first call has three, the last one the others.
-    first, later = (option(steps[n], "-k") for n in ("tests_graphs", "tests_other_graphs"))
-    assert first == f"not ({later})"
-    assert files_of(steps.pop("tests_other_graphs")) == files_of(steps["tests_graphs"])
     files = [name for step in steps.values() for name in files_of(step)]
     assert sorted(files) == sorted(parts.gpu_test_files(ROOT / "tests"))
-    assert files_of(steps["tests_models"])[0] == "tests/tasks/test_on_cuda.py"
-    assert files[0].startswith("tests/precision/")
+    folders = list(dict.fromkeys(name.split("/")[1] for name in files_of(steps["tests"])))
+    assert folders[:4] == ["precision", "tasks", "execution", "synchronisation"]
     for step in (*steps.values(), slow):
         assert f"--tests-log={tmp_path / step.name}.jsonl" in step.command
+        assert int(option(step, "-n")) >= 2  # side by side
 
 
-@pytest.mark.slow
-def test_which_modes_of_graphs_come_first(module, tmp_path):
-    """pytest itself says what the expressions choose."""
-    parts = module("gpu_check_parts")
-    setting = parts.Setting(tmp_path, "cuda", None)
-    chosen = []
-    for step in (*parts.tests_graphs(setting, 9), parts.tests_others(setting, 9)[1]):
-        command = [*step.command, "--collect-only", "-o", "addopts=--import-mode=importlib -q"]
-        path = os.pathsep.join([str(ROOT), str(ROOT / "scripts")])
-        settings = variables() | {"PYTHONPATH": path}
-        done = subprocess.run(command, env=settings, cwd=ROOT, capture_output=True, text=True)
-        chosen.append([line for line in done.stdout.splitlines() if "::" in line])
-    first, later = chosen
-    assert any("[resnet50-fp16_master_scaled]" in name for name in first)
-    assert any("test_everything_goes_on_after_a_failed_capture" in name for name in first)
-    assert {name[name.rindex("-") + 1 :] for name in later} == {
-        *("fp16_naive]", "fp16_master]", "bf16_master]")
-    }
-    assert not set(first) & set(later)
-
-
-def test_the_first_call_gives_ratios_then_mprun_alone(module, tmp_path, monkeypatch):
+def test_the_first_call_compiles_what_its_ratios_measure(module, tmp_path, monkeypatch):
     parts = module("gpu_check_parts")
     parse = importlib.import_module("benchmarks.suite.__main__").parse
-    suite = importlib.import_module("benchmarks.suite.models").GPU_SUITE
     monkeypatch.delenv("BENCH", raising=False)
-    setting = parts.Setting(tmp_path, "cuda", None)
+    setting = parts.Setting(tmp_path, "cuda", None, ("environment", *parts.CALLS["first"]))
 
     def parsed(name):
         *_, step = parts.PARTS[name].steps(setting, 150.0)
         return parse(step.command[step.command.index("benchmarks.suite") + 1 :])
 
-    ratios, own, peers = parsed("ratios"), parsed("bench"), parsed("bench_peers")
-    assert own.peers is None and own.budget_s == 130
-    assert ratios.peers == ["loop", "amp", "amp+"]
-    modes = {"fp32", "amp", "fp16_master_scaled"}  # few: a budget cuts off the last cases
-    for options, labels, expected in (
-        (ratios, ["ResNet-50 b256"], modes),
-        (own, ["DCGAN b128", "LSTM LM b128"], modes | {"tf32"}),
-    ):
-        assert set(options.modes) == expected
-        chosen = [e.label for e in suite if any(e.label.startswith(name) for name in options.only)]
-        assert chosen == labels
-    assert peers.peers == ["all"] and peers.only is None
-    gpt = parsed("gpt")
-    assert gpt.peers == ["all"] and gpt.only == ["GPT-2"] and "fp8_rowwise" in gpt.modes
+    ahead, ratios = parsed("environment"), parsed("ratios")
+    assert (ahead.compile_ahead, ratios.compile_ahead, ratios.budget_s) == (True, False, 130)
+    for options in (ahead, ratios):
+        assert options.ratios and options.peers == ["amp", "amp+"] and options.modes is None
+    doctor, *_ = parts.environment(setting, 75.0)
+    assert option(doctor, "--budget") == "40" and doctor.most < 60
+    later = parts.Setting(tmp_path, "cuda", None, ("environment", "gpt"))
+    assert [step.name for step in parts.environment(later, 75.0)] == ["doctor"]
+    memory, peers, gpt = parsed("memory"), parsed("bench_peers"), parsed("gpt")
+    assert memory.peers == ["amp"] and {"fp32", "amp", "bf16_master"} <= set(memory.modes)
+    assert peers.peers == gpt.peers == ["all"] and peers.only is None
+    assert gpt.only == ["GPT-2"] and "fp8_rowwise" in gpt.modes
     monkeypatch.setenv("BENCH", '--only "DCGAN b512" --windows 3')
-    assert parsed("bench").only == ["DCGAN b512"] and parsed("bench_peers").windows == 3
+    assert parsed("ratios").only == ["DCGAN b512"] and parsed("bench_peers").windows == 3
 
 
 def test_a_log_of_tests_tells_what_ran_also_when_it_is_cut(module, tmp_path):
@@ -330,11 +321,25 @@ def test_pytest_writes_that_log_as_it_goes(module, tmp_path):
     assert [name.rpartition("::")[2] for name in record["not ended"]] == ["test_gone"]
 
 
+@pytest.mark.slow
+def test_processes_of_tests_write_one_log_and_one_that_dies_leaves_the_others(module, tmp_path):
+    log = tmp_path / "tests.jsonl"
+    lines = ["import os", *(f"def test_{i}(): assert {i} != 3" for i in range(8))]
+    (tmp_path / "test_some.py").write_text("\n".join([*lines, "def test_gone(): os._exit(9)"]))
+    command = [*(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "2")]
+    command += [str(tmp_path), "-p", "gpu_check_pytest", f"--tests-log={log}"]
+    settings = dict(os.environ) | {"PYTHONPATH": str(ROOT / "scripts")}
+    subprocess.run(command, env=settings, cwd=tmp_path, capture_output=True, text=True)
+    record = ended_step(module, tmp_path, 1, record=log)["record"]
+    assert (record["passed"], list(record["failed"].values())) == (7, ["assert 3 != 3"])
+    assert [name.rpartition("::")[2] for name in record["not ended"]] == ["test_gone"]
+
+
 def test_what_is_left_keeps_the_limits_of_size_number_and_names(module, tmp_path, monkeypatch):
     report = module("gpu_check_report")
     monkeypatch.setattr(report, "MAX_FILE", 100_000)
     work, out = tmp_path / "work", tmp_path / "out"
-    for folder in ("bench", "verdicts/top 1 (%)", "real_data"):
+    for folder in ("ratios", "verdicts/top 1 (%)", "real_data"):
         (work / folder).mkdir(parents=True)
     out.mkdir()
     copied = []
@@ -344,18 +349,18 @@ def test_what_is_left_keeps_the_limits_of_size_number_and_names(module, tmp_path
     report.copy_figures(work, out, copied)
     assert copied == ["verdicts-top_1____-steps.svg", "real_data-0.png", "real_data-1.png"]
     # A later part has one of its own, and the verdicts' report has a place in any case.
-    (work / "bench" / "bench.png").write_bytes(b"bars")
+    (work / "ratios" / "bench.png").write_bytes(b"bars")
     (work / "verdicts" / "report.html").write_text("<p>")
     report.copy_figures(work, out, copied)
     assert copied[3:] == ["verdicts-report.html"]
-    (work / "bench" / "large.png").write_bytes(os.urandom(200_000))
+    (work / "ratios" / "large.png").write_bytes(os.urandom(200_000))
     (work / "small.json").write_text("{}")
     (work / "weights.pt").write_bytes(b"not a record")
-    assert report.write_archive(work, out) == ["bench/large.png"]
+    assert report.write_archive(work, out) == ["ratios/large.png"]
     names = archived(out)
     assert "small.json" in names and "weights.pt" not in names
     step = ended_step(module, tmp_path, 0) | {"record": "r" * 90_000}
-    summary = {"device": "cpu", "status": "done", "seconds": 1.0}
+    summary = {"device": "cpu", "status": "done", "seconds": 1.0, "limit_s": 9.0}
     summary["parts"] = {name: {"steps": [step]} for name in ("one", "two")}
     report.write_summary(summary, out)
     assert json.loads((out / "gpu_check.json").read_text())["parts"]["one"]["steps"]
@@ -365,11 +370,17 @@ def test_what_is_left_keeps_the_limits_of_size_number_and_names(module, tmp_path
 
 def test_a_summary_says_where_the_runtime_is_a_fake(module, tmp_path):
     report = module("gpu_check_report")
-    assert report.device_of({"gpu": "NVIDIA H200"}, "cuda") == "NVIDIA H200"
-    assert report.device_of({}, "cpu") == "cpu"
+
+    def found(*names):
+        record = {"gpus": [{"name": name} for name in names]}
+        steps = {"environment": {"steps": [{"name": "doctor", "record": record}]}}
+        return report.device_of({"parts": steps}, "cuda")
+
+    assert (found("NVIDIA H200"), found()) == ("NVIDIA H200", "cpu")
+    assert report.device_of({"parts": {}}, "cuda") == "cuda"  # not known yet
     for name in ("NVIDIA H200 (shim)", "Fake H200"):
-        device = report.device_of({"gpu": name}, "cuda")
-        summary = {"device": device, "status": "done", "seconds": 1.0, "parts": {}}
+        summary = {"device": found(name), "status": "done", "seconds": 1.0, "limit_s": 9.0}
+        summary |= {"parts": {}}
         report.write_summary(summary, tmp_path)
         lines = (tmp_path / "gpu_check.md").read_text().splitlines()
         assert lines[0] == "# gpu_check on no GPU: a fake CUDA runtime, host side only: done"
@@ -415,12 +426,12 @@ processes.LOOK_EVERY_S = 0.1
 machine = "import pathlib; pathlib.Path('{{work}}/one.json').write_text('[1]'); print('one')"
 hanging = "import os, time; print('pid', os.getpid()); time.sleep(600)"
 chosen = dict(
-    environment=step("machine", hanging if "at_once" in sys.argv else machine),
-    bench=step("two", "print('two')"),
-    fidelity=step("three", hanging),
+    environment=step("doctor", hanging if "at_once" in sys.argv else machine),
+    memory=step("two", "print('two')"),
+    gpt=step("three", hanging),
 )
 for name, steps in chosen.items():
-    parts.PARTS[name] = parts.Part(1, steps)
+    parts.PARTS[name] = parts.Part(1, steps, together=name == "gpt")
 sys.argv = ["gpu_check", sys.argv[1]]
 runpy.run_path({script!r}, run_name="__main__")
 """
@@ -432,12 +443,12 @@ def test_a_kill_leaves_what_was_done_and_nothing_running(tmp_path, moment):
     out, code = tmp_path / "out", TINY.format(scripts=str(ROOT / "scripts"), script=str(SCRIPT))
     more = ["at_once"] if moment == "before a step ended" else []
     # The interpreter is the right one: it is not to start the script itself in its place.
-    settings = variables(PARTS="bench,fidelity", GPU_CHECK_PYTHON=sys.executable)
+    settings = variables(PARTS="memory,gpt", GPU_CHECK_PYTHON=sys.executable)
     settings["TMPDIR"] = str(tmp_path)
     command = [sys.executable, "-c", code, str(out), *more]
     with subprocess.Popen(command, env=settings, stdout=subprocess.PIPE, text=True) as process:
         for line in process.stdout:
-            if "fidelity: three" in line or more:
+            if "gpt: three" in line or more:
                 break
         if moment != "after a part":
             assert waited_for(lambda: (out / "gpu_check.md").exists() and pid_in(out))
@@ -449,9 +460,9 @@ def test_a_kill_leaves_what_was_done_and_nothing_running(tmp_path, moment):
     if moment == "before a step ended":
         assert ended == {"environment": ["running"]}
     else:
-        assert ended.pop("fidelity", ["running"]) in ([], ["running"])
-        assert ended == {"environment": ["done"], "bench": ["done"]}
-        assert record["parts"]["bench"]["steps"][0]["text"] == "two"
+        assert ended.pop("gpt", ["running"]) in ([], ["running"])
+        assert ended == {"environment": ["done"], "memory": ["done"]}
+        assert record["parts"]["memory"]["steps"][0]["text"] == "two"
         assert {"one.json", "two.out.txt"} <= set(names)
     if moment != "after a part":
         assert waited_for(lambda: not alive(pid_in(out)))
@@ -472,25 +483,38 @@ def waited_for(condition, seconds=30):
     return True
 
 
-def test_a_step_has_its_least_time_and_the_machine_in_its_record(module, monkeypatch, tmp_path):
-    """A first import of torch may take longer than the share of its part."""
+def test_a_part_begins_only_with_its_least_time_and_its_steps_share_it(
+    module, monkeypatch, tmp_path
+):
+    """What one leaves the next one has; steps side by side have all of it."""
     script = runpy.run_path(str(SCRIPT))
-    parts = module("gpu_check_parts")
+    parts, processes = module("gpu_check_parts"), module("gpu_check_processes")
     limits = []
 
-    def note(step, limit, setting, reports, leave):
-        limits.append((step.name, round(limit)))
-        reports.append({"status": "done", "seconds": 1.0})
+    class Ended(SimpleNamespace):
+        def __init__(self, step, limit, folder, environment):
+            limits.append((step.name, round(limit)))
+            super().__init__(step=step, limit=limit, out=folder / "o", err=folder / "e")
+            self.ended, self.code, self.seconds = True, 0, 1.0
 
-    monkeypatch.setitem(script["_run_part"].__globals__, "_run_step", note)
-    setting = parts.Setting(tmp_path, "cpu", None)
-    for left in (500.0, 30.0):
-        latest = time.monotonic() + left
-        script["_run_part"]("environment", setting, 20.0, latest, [], lambda: None)
-    # What one leaves the next one has, and none more than there is.
-    assert limits == [("machine", 60), ("doctor", 120), ("machine", 30), ("doctor", 30)]
-    facts = script["_facts"]()
-    assert facts.keys() == {"gpu", "python", "torch", "commit"} and all(facts.values())
+        def check(self):
+            pass
+
+    spaces = script["_run_part"].__globals__
+    monkeypatch.setitem(spaces, "Running", Ended)
+    monkeypatch.setitem(spaces, "wait_for", lambda running, look: look())
+    command = processes.Step("a", ["none"], most=20), processes.Step("b", ["none"])
+    chosen = {"environment": parts.Part(60, lambda *_: [*command], together=True)}
+    chosen |= {"memory": parts.Part(40, lambda *_: [*command])}
+    chosen |= {"gpt": parts.Part(1e-9, lambda *_: [*command], least=400)}
+    monkeypatch.setattr(parts, "PARTS", parts.PARTS | chosen)
+    monkeypatch.setitem(spaces, "PARTS", parts.PARTS)
+    setting = parts.Setting(tmp_path, "cpu", None, tuple(chosen), script["_facts"]())
+    (tmp_path / "out").mkdir()
+    assert script["_run"](setting, 220.0, tmp_path / "out") == 0
+    assert limits == [("a", 20), ("b", 120), ("a", 20), ("b", 200)]
+    text = (tmp_path / "out" / "gpu_check.md").read_text()
+    assert "| gpt | | not begun, no time was left |" in text and "- torch: 2." in text
 
 
 WHEEL = {
@@ -523,7 +547,7 @@ def test_wheels_are_there_for_every_step_and_nowhere_else(module, tmp_path, monk
 @pytest.mark.parametrize("grain", ["gpu_check.json", "gpu_check.md", "records.tar.gz"])
 def test_a_kill_while_a_file_is_written_leaves_the_one_before(module, tmp_path, monkeypatch, grain):
     report = module("gpu_check_report")
-    summary = {"device": "cpu", "status": "running", "seconds": 1.0, "parts": {}}
+    summary = {"device": "cpu", "status": "running", "seconds": 1.0, "limit_s": 9.0, "parts": {}}
     work, out = tmp_path / "work", tmp_path / "out"
     work.mkdir(), out.mkdir()
 
@@ -551,11 +575,11 @@ def test_a_kill_while_a_file_is_written_leaves_the_one_before(module, tmp_path, 
 @pytest.mark.parametrize(
     "environment, told",
     [
-        ({"PARTS": "fidelity,benhc"}, "PARTS=benhc: one of first, verdicts, gpt, peers, ranks, en"),
+        ({"PARTS": "tests,benhc"}, "PARTS=benhc: one of first, verdicts, gpt, peers, ranks, en"),
         ({"PARTS": "data"}, "PARTS=data: needs the folder"),
         ({"DEVICE": "tpu"}, "DEVICE=tpu: cuda, or cpu"),
         ({"LIMIT": "soon"}, "LIMIT=soon: seconds"),
-        ({"LIMIT": "20"}, "more than 30"),
+        ({"LIMIT": "20"}, "more than 40"),
         ({}, "name a new folder"),
     ],
 )
@@ -608,10 +632,10 @@ def test_a_dry_run_of_every_part_with_one_that_fails(module, tmp_path):
     ended = {name: step["status"] for name, step in steps.items()}
     assert ended.pop("real_data").startswith("failed"), steps["real_data"]
     assert set(ended.values()) == {"done"}, {n: steps[n]["errors"] for n in ended}
-    machine = steps["machine"]["record"]
-    assert machine["commit"] == "abc123" and machine["packages"]["torch"]
-    names = [name for name in steps if name.startswith("tests_")]
-    assert len(names) == 7 and all(steps[name]["record"]["skipped"] > 0 for name in names)
+    assert record["machine"]["commit"] == "abc123"
+    assert steps["doctor"]["record"]["machine"]["packages"]["torch"]
+    names = [name for name in steps if name.startswith("tests")]
+    assert len(names) == 3 and all(steps[name]["record"]["skipped"] > 0 for name in names)
     assert steps["fidelity"]["record"]["rows"]
     text = (out / "gpu_check.md").read_text()
     assert text.startswith("# gpu_check on cpu: a part failed or overran\n")
@@ -633,7 +657,7 @@ def test_a_dry_run_of_every_part_with_one_that_fails(module, tmp_path):
 def test_whoever_ends_it_gets_what_there_is(tmp_path):
     """A caller's own time limit sends SIGTERM."""
     out = tmp_path / "out"
-    command, settings = [sys.executable, SCRIPT, str(out)], variables(PARTS="results,fidelity")
+    command, settings = [sys.executable, SCRIPT, str(out)], variables(PARTS="results,tests")
     with subprocess.Popen(command, env=settings, stdout=subprocess.PIPE, text=True) as process:
         for line in process.stdout:
             if "quickstart_lost_updates" in line:
@@ -644,6 +668,6 @@ def test_whoever_ends_it_gets_what_there_is(tmp_path):
     assert "interrupted" in rest
     record = json.loads((out / "gpu_check.json").read_text())
     assert record["status"] == "interrupted"
-    assert [s["status"] for s in record["parts"]["environment"]["steps"]] == ["done", "done"]
-    assert "fidelity" not in record["parts"]
+    assert [s["status"] for s in record["parts"]["environment"]["steps"]] == ["done"]
+    assert "tests" not in record["parts"]
     assert (out / "records.tar.gz").exists()
