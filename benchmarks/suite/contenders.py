@@ -12,6 +12,7 @@ from mprun.extensions.bench.measure import Contender
 from mprun.extensions.bench.runner import RunnerContender
 
 FP32, AMP = ("fp32", "tf32"), ("amp", "amp_bf16")
+WHOLE = ("fp16_naive", "bf16_naive")  # all numbers in 16 bits, as by `.half()`
 FP8 = ("fp8_tensorwise", "fp8_rowwise")
 TASKS = ("classification", "reconstruction", "language_model", "gan")
 # Modes that no other tool has -> the mode of its peers: same kernels, same memory formats, another
@@ -47,7 +48,7 @@ OWN = {
 }
 _BOTH, _IMAGES, _WORDS = (*FP32, *AMP), ("classification",), ("language_model",)
 PEERS = {
-    "loop": Entry("loop:make_loop", None, (*FP32, "fp16_naive")),
+    "loop": Entry("loop:make_loop", None, (*FP32, *WHOLE)),
     "loop+": Entry("loop:make_tuned_loop", None, FP32),
     "amp": Entry("amp:make_amp", None, AMP),
     "amp+": Entry("amp:make_tuned_amp", None, AMP),
@@ -73,10 +74,10 @@ def available(name: str, mode: str, task_kind: str, device: torch.device) -> str
         nearest = NEAREST_MODE.get(mode)
         where = f"; compare with its {nearest}" if nearest in entry.modes else ""
         return f"{name} has no {mode} (it has {', '.join(entry.modes)}){where}"
-    if name in PEERS and device.type == "cpu" and mode not in ("fp32", "tf32", "amp_bf16"):
+    if name in PEERS and device.type == "cpu" and mode in ("amp", "fp16_naive"):
         return (
             f"{name} would run {mode} on torch's own half kernels, on a CPU 10 to 60 times slower "
-            "than FP32; there peers have fp32 and amp_bf16"
+            "than FP32; there peers have fp32, amp_bf16 and bf16_naive"
         )
     reason = _why_not_here(mode, task_kind, device)
     if reason is not None:

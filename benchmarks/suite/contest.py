@@ -128,7 +128,7 @@ class Suite(Contest):
 def _of_suite(group: BenchGroup, options: Namespace) -> BenchGroup:
     modes = group.modes if options.modes is None else tuple(options.modes)
     if options.modes is None and options.peers is not None and not options.ratios:
-        modes = tuple(mode for mode in modes if mode in MODES_WITH_PEERS)
+        modes = tuple(mode for mode in modes if mode in MODES_WITH_PEERS) or modes
     overrides = (*group.overrides, *without_device(options.overrides))
     return replace(group, modes=modes, overrides=overrides)
 
@@ -141,7 +141,8 @@ def _with_plain_rate(overrides: Sequence[str]) -> tuple[str, ...]:
 
 def _chosen(options: Namespace, device_type: str) -> list[BenchGroup]:
     """Return the suite, or its models whose labels begin as --only says."""
-    entries = suite_of(device_type, options.ratios)
+    native = "cpu_half=native" in options.overrides
+    entries = suite_of(device_type, ratios=options.ratios, native=native)
     if options.only is None:
         return list(entries)
     found: list[BenchGroup] = []

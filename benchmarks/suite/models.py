@@ -148,8 +148,65 @@ CPU_SUITE = (
 )
 
 
-def suite_of(device_type: str, ratios: bool = False) -> tuple[BenchGroup, ...]:
-    """Return the suite of a kind of device, "cuda" or "cpu"; ratios: the one of `--ratios`."""
+# The five networks at 20 to 300 ms a step of one core, for a CPU that multiplies in BF16.
+_NATIVE_MODES = ("amp_bf16", "bf16_master", "bf16_naive")
+_native = partial(
+    BenchGroup, modes=_NATIVE_MODES, best_modes=("amp_bf16", "bf16_master"), compile=True
+)
+NATIVE_SUITE = (
+    _native(
+        "GPT 4 x 256 b4",
+        (
+            "model=gpt2",
+            "model.hidden_size=256",
+            "model.num_layers=4",
+            "model.num_heads=4",
+            "model.context_length=128",
+            *PLAIN_RATE,
+            *_tokens(8_192, 128, 4),
+        ),
+        weight=40,
+    ),
+    _native(
+        "DCGAN 32 px b32",
+        (
+            "model=dcgan",
+            "model.generator_width=32",
+            "model.discriminator_width=32",
+            *_images(32, 32, 2, "data.value_range=tanh"),
+        ),
+        weight=40,
+    ),
+    _native(
+        "bigLSTM 512 b16",
+        (
+            "model=biglstm",
+            "model.embedding_size=128",
+            "model.hidden_size=512",
+            "model.projection_size=128",
+            "model.dropout=0",
+            *_tokens(16_384, 20, 16),
+        ),
+        weight=40,
+    ),
+    _native(
+        "AlexNet 224 px b4",
+        ("model=alexnet", "optim=sgd_alexnet", *_images(224, 4, 1000)),
+        weight=40,
+    ),
+    _native(
+        "ResNet-50 32 px b16", ("model=resnet50", "optim=sgd", *_images(32, 16, 10)), weight=80
+    ),
+)
+
+
+def suite_of(
+    device_type: str, *, ratios: bool = False, native: bool = False
+) -> tuple[BenchGroup, ...]:
+    """Return the suite of a kind of device, "cuda" or "cpu".
+
+    ratios: the one of `--ratios`, on CUDA. native: of a CPU that multiplies in BF16.
+    """
     if device_type == "cuda":
         return GPU_RATIOS if ratios else GPU_SUITE
-    return CPU_SUITE
+    return NATIVE_SUITE if native else CPU_SUITE

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from benchmarks.suite.peers.optimizers import make_optimizer
 from benchmarks.suite.peers.task import PeerTask
+from mprun.extensions.bench.runner import compiles
 from mprun.precision.torch_update import has_fused_kernel, initialise_state
 
 
@@ -38,9 +39,8 @@ def tuned(task: PeerTask, channels_last: bool, compiler: str | None = None) -> E
     """Use a fused optimizer, NHWC for convolutional networks if requested, and torch.compile.
 
     NHWC and torch.compile are left out where they gain nothing. NHWC gains nothing outside
-    convolutional networks and in FP32 without Tensor Cores. Compilation gains nothing for recurrent
-    layers (it falls back to eager at nn.LSTM) and takes minutes on a CPU. compiler: a backend of
-    torch.compile to use in any case.
+    convolutional networks and in FP32 without Tensor Cores. Compilation: where mprun's best
+    settings have it. compiler: a backend of torch.compile to use in any case.
     """
     channels_last = channels_last and task.is_convolutional
     if channels_last:
@@ -51,7 +51,7 @@ def tuned(task: PeerTask, channels_last: bool, compiler: str | None = None) -> E
         # A fused SGD whose first step is skipped goes on with an uninitialised momentum.
         initialise_state(optimizer)
     networks: tuple[Callable, ...] = task.networks
-    if compiler is None and not task.is_recurrent and task.device.type == "cuda":
+    if compiler is None and compiles(task.config, task.device.type):
         compiler = "inductor"
     if compiler is not None:
         networks = tuple(torch.compile(network, backend=compiler) for network in networks)

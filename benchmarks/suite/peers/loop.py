@@ -1,4 +1,4 @@
-"""A plain PyTorch loop in FP32, TF32 or, as in tutorials, with a `.half()` model.
+"""A plain PyTorch loop in FP32, TF32 or, as in tutorials, with a `.half()` or `.bfloat16()` model.
 
 It follows the PyTorch tutorials "Training with PyTorch" (zero_grad, forward, loss, backward, step)
 and "DCGAN Tutorial" (D on real, D on fake, update D, update G).
@@ -14,14 +14,15 @@ from benchmarks.suite.peers.problems import Adversaries, Problem
 from benchmarks.suite.peers.task import PeerTask
 from mprun.data.source import Batch
 
+WHOLE = {"fp16_naive": torch.float16, "bf16_naive": torch.bfloat16}
+
 
 def make_loop(task: PeerTask) -> Peer:
-    """Build a tutorial's loop; in fp16_naive all weights, images and codes are float16."""
-    half = task.mode == "fp16_naive"
-    if half:
-        for network in task.networks:
-            network.half()
-    return _peer(plain(task), torch.float16 if half else torch.float32)
+    """Build a tutorial's loop; in the modes of `WHOLE` weights, images and codes have its dtype."""
+    dtype = WHOLE.get(task.mode, torch.float32)
+    for network in task.networks:
+        network.to(dtype)
+    return _peer(plain(task), dtype)
 
 
 def make_tuned_loop(task: PeerTask, compiler: str | None = None) -> Peer:

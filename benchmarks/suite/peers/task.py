@@ -79,11 +79,6 @@ class PeerTask:
         """Return whether the networks have convolutions: NHWC can help them."""
         return any(isinstance(m, nn.Conv2d) for net in self.networks for m in net.modules())
 
-    @property
-    def is_recurrent(self) -> bool:
-        """Return whether they have recurrent layers: torch.compile cannot help them."""
-        return any(isinstance(m, nn.RNNBase) for net in self.networks for m in net.modules())
-
 
 def set_up(case: Case, device: torch.device) -> PeerTask:
     """Make the task of a case: pin flags and seed like mprun, so that the weights are equal.

@@ -77,7 +77,8 @@ class Contest:
         self, group: BenchGroup, case: Case, options: Namespace, device: torch.device
     ) -> dict[str, str | None]:
         """Return contenders beside mprun: name -> None, or why a requested one is left out."""
-        best = device.type == "cuda" and not options.plain
+        native = device.type == "cuda" or case.config().cpu_half == "native"
+        best = native and not options.plain
         return {"mprun+": None} if best and case.mode in (group.best_modes or group.modes) else {}
 
     def turn(self, case: Case) -> int:

@@ -49,6 +49,15 @@ class RotatingSource:
         return self._batches[index % len(self._batches)]
 
 
+def compiles(config: RunConfig, device_type: str) -> bool:
+    """Return whether torch.compile can make 16-bit steps faster here: not where they are emulated.
+
+    It hands an nn.LSTM back to eager as a whole.
+    """
+    native = device_type == "cuda" or config.cpu_half == "native"
+    return native and not config.model.component.recurrent
+
+
 def best_settings(config: RunConfig, device_type: str, compiled: bool) -> list[str]:
     """Return the overrides of "mprun+" for a model, including ones that cannot be combined.
 
@@ -60,15 +69,13 @@ def best_settings(config: RunConfig, device_type: str, compiled: bool) -> list[s
     settings = []
     if family == "images":
         settings.append("train.channels_last=on")
+    compiled = compiled and family in ("images", "text") and compiles(config, device_type)
     if device_type == "cuda":
-        # torch.compile hands an nn.LSTM back to eager as a whole.
-        recurrent = config.model.component.recurrent
-        compiled = compiled and family in ("images", "text") and not recurrent
         # With compiled kernels a graph may gain nothing, and it holds a second set of activations:
         # "auto" uses it only if the measured step times say that it pays.
         settings.append(f"train.cuda_graph={'auto' if compiled else 'on'}")
-        if compiled:
-            settings.append("train.compile=default")
+    if compiled:
+        settings.append("train.compile=default")
     return settings
 
 
