@@ -24,9 +24,10 @@ _PUBLISHED = (
 _RATES = (
     "samples/s: median [first quartile, third quartile], n windows. Ratios: median of paired "
     "windows with a bootstrap 95 % interval; ~ marks two that were not alive together (ratio of "
-    "medians). Limit: the roofline of eager execution under the ceilings below; above 100 % means "
-    "that operations were fused or stayed in a cache. First use: seconds of compilation, capture "
-    "and autotuning; entries in this machine's compiler cache shorten it."
+    "medians). Limit: the roofline of products and update under the ceilings below, with all else "
+    "folded into them: a step stays below 100 %, unless a cache holds its tensors. First use: "
+    "seconds of compilation, capture and autotuning; entries in this machine's compiler cache "
+    "shorten it."
 )
 _MEMORY_NOTE = (
     "MiB. Process: as the driver counts it, on a CPU the resident set, Python and torch "

@@ -53,7 +53,7 @@ def summarise(rows: list[dict]) -> None:
 
     rate: samples/s. ratios: to the same contender in "fp32" and "tf32". There is none if one of the
     two replays a graph and the other's update cannot: see "no_ratio". limit_share: share of the
-    roofline limit of eager execution. energy_j: joules per sample. memory_bytes: weights,
+    roofline's limit. energy_j: joules per sample. memory_bytes: weights,
     gradients, optimizer state and activation memory; memory_ratio: over FP32's.
     peak_ratio: peak allocated over FP32's (over TF32's if FP32 was not measured: the same formats).
     skipped: updates since the beginning. host_us: per step. data_wait: share of the windows' time.
@@ -102,14 +102,14 @@ def _summary(row: dict, timed: dict[tuple, dict]) -> dict:
             found["ratios"][mode] = ratio(row, other)
         else:
             found["no_ratio"] = f"no ratio to {mode}: one is replayed, the other cannot be"
-    eager, fp32 = row["limit"].get("eager"), timed.get(_place(row, "fp32"))
+    limit, fp32 = row["limit"].get("limit"), timed.get(_place(row, "fp32"))
     memory, of_fp32 = _all_kinds(row), None if fp32 is None else _all_kinds(fp32)
     long, waits = details.get("energy_window"), [w["data_wait_s"] for w in row["windows"]]
     metered = [long] if long else row["windows"]
     energies, samples = [w["energy_mj"] for w in metered], sum(w["samples"] for w in metered)
     seconds = sum(window["seconds"] for window in row["windows"])
     return found | {
-        "limit_share": None if eager is None else found["rate"]["median"] / eager,
+        "limit_share": None if limit is None else found["rate"]["median"] / limit,
         "energy_j": None if None in energies else sum(energies) / 1000 / samples,
         "memory_bytes": memory,
         "memory_ratio": memory / of_fp32 if memory and of_fp32 else None,

@@ -59,7 +59,7 @@ class Worker:
         counted = count(without_device(case.overrides), case.mode, case.config_dir)
         rates = ceilings["flops"], ceilings["bandwidth"]
         found = limit(counted, Ceilings(name, "measured in this bench", *rates, memory=0.0))
-        kept = ("eager", "fused", "flop_only", "memory_bound_share", "launches")
+        kept = ("limit", "eager", "fused", "flop_only", "memory_bound_share", "launches")
         numbers = {key: found[key] for key in kept}
         return numbers | {"flops": counted.flops, "bytes": counted.bytes()}
 

@@ -62,7 +62,7 @@ def test_energy_memory_and_the_share_of_the_limit_by_hand():
             "mprun",
             [5000.0],
             details={"memory_by_kind": kinds, "energy_window": long, "peak": {"allocated": 110}},
-            limit={"eager": 8000.0},
+            limit={"limit": 8000.0},
         ),
     ]
     summarise(rows)

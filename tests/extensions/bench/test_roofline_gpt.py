@@ -13,7 +13,6 @@ from mprun.extensions.bench.roofline.count import count
 from mprun.extensions.bench.roofline.limits import GPUS, Ceilings, limit, why_not
 from mprun.precision import get_policy
 from mprun.precision.scaled_linear import install
-from mprun.precision.scaled_products import ScaledProducts
 
 from ...helpers import skipping_what_onednn_lacks
 from .test_roofline_operations import rows_of
@@ -75,35 +74,83 @@ def test_gpt2_by_hand():
     assert rate == pytest.approx(790e12 / (6 * weights + attention))
 
 
-def test_an_fp8_linear_by_hand():
-    n, k, m = 48, 32, 64
+N, K, M = 48, 32, 64  # rows, inputs and outputs of a linear layer
+X, WEIGHT, Y = N * K, M * K, N * M
+
+
+def rows_of_linear(mode):
+    """The rows of one linear layer in a mode, both passes; its input needs a gradient."""
 
     def step():
-        network = nn.Sequential(nn.Linear(k, m, bias=False), nn.ReLU()).bfloat16()
-        install(network, ScaledProducts(), {})
-        x = torch.empty(n, k, dtype=torch.bfloat16, requires_grad=True)
-        return lambda: network(x).backward(torch.empty(n, m, dtype=torch.bfloat16))
+        network = nn.Sequential(nn.Linear(K, M, bias=False), nn.ReLU()).bfloat16()
+        install(network, get_policy(mode).matmul, {})
+        x = torch.empty(N, K, dtype=torch.bfloat16, requires_grad=True)
+        return lambda: network(x).backward(torch.empty(N, M, dtype=torch.bfloat16))
 
-    rows = rows_of(step)
-    products = [row for row in rows if row.kind == "fp8 product"]
+    # Autograd copies a gradient that somebody else holds, too.
+    return [row for row in rows_of(step) if row.kind not in ("relu", "relu backward", "copy")]
+
+
+def by_kind(rows, kind):
+    return [row.bytes for row in rows if row.kind == kind]
+
+
+def test_an_fp8_linear_by_hand():
+    rows = rows_of_linear("fp8_tensorwise")
     # Operands of one byte, two scales of 4; results in BF16.
-    x, weight, y = n * k, m * k, n * m
-    assert [(row.flops, row.bytes) for row in products] == [
-        (2 * n * k * m, x + weight + 8 + 2 * y),
-        (2 * n * k * m, y + weight + 8 + 2 * x),
-        (2 * n * k * m, y + x + 8 + 2 * weight),
+    assert by_kind(rows, "fp8 product") == [
+        X + WEIGHT + 8 + 2 * Y,
+        Y + WEIGHT + 8 + 2 * X,
+        Y + X + 8 + 2 * WEIGHT,
     ]
-    assert {row.form for row in products} == {"fp8"}
-    # By columns, as cuBLAS takes the right side: the weight for x; for the weight both sides.
-    transposed = [row.bytes for row in rows if row.kind == "fp8 transpose"]
-    assert transposed == [2 * weight, 2 * y, 2 * x]
-    # Each operand is read for its largest number, in BF16, and cast once.
-    passes = [row for row in rows if row.kind == "aminmax"]
-    assert [row.bytes - 4 for row in passes] == [2 * x, 2 * weight, 2 * y]
-    casts = [row for row in rows if row.folded_bytes is not None]
-    # Widened, scaled, clamped, narrowed: 6 + 8 + 8 + 5 bytes, and what one kernel would move.
-    assert sum(row.bytes for row in casts) == 27 * (x + weight + y) + 3 * 4
-    assert sum(row.folded_bytes for row in casts) == 3 * (x + weight + y)
+    # Each operand is read for its largest number, in BF16, and once more to be cast: one scale is
+    # written, and its codes by rows and by columns, since each operand is in two products.
+    assert by_kind(rows, "amax") == [2 * X + 4, 2 * WEIGHT + 4, 2 * Y + 4]
+    assert by_kind(rows, "scaled cast") == [size * (2 + 1 + 1) + 4 for size in (X, WEIGHT, Y)]
+    assert {row.form for row in rows if row.flops} == {"fp8"}
+    assert len(rows) == 3 + 3 + 3
+    # Whatever is fused: codes are read, results written.
+    assert sum(row.least_bytes for row in rows) == sum(by_kind(rows, "fp8 product"))
+
+
+def test_an_fp8_linear_with_scales_by_row_by_hand():
+    rows = rows_of_linear("fp8_rowwise")
+    # A factor for each row of the left operand, and for each column of the right one.
+    assert by_kind(rows, "fp8 product") == [
+        X + WEIGHT + 4 * (N + M) + 2 * Y,
+        Y + WEIGHT + 4 * (N + K) + 2 * X,
+        Y + X + 4 * (M + K) + 2 * WEIGHT,
+    ]
+    # Two casts of each operand, one for each of its products: read in BF16, written once.
+    forward = [(X, N), (WEIGHT, M)]
+    backward = [(WEIGHT, K), (Y, N), (X, K), (Y, M)]
+    expected = [3 * size + 4 * factors for size, factors in forward + backward]
+    assert sorted(by_kind(rows, "scaled cast")) == sorted(expected)
+    assert len(rows) == 3 + 6
+
+
+def test_an_mxfp8_linear_by_hand():
+    rows = rows_of_linear("mxfp8")
+    # No GPU with a ceiling here multiplies these blocks: decoded to BF16, added up in FP32.
+    assert by_kind(rows, "matrix product") == [
+        2 * (X + WEIGHT) + 4 * Y,
+        2 * (Y + WEIGHT) + 4 * X,
+        2 * (Y + X) + 4 * WEIGHT,
+    ]
+    assert by_kind(rows, "cast") == [6 * Y, 6 * X, 6 * WEIGHT]  # to BF16
+    # Read and written in BF16, with a factor for each 32 numbers along the sum of the product:
+    # of 48 numbers there are two blocks.
+    expected = [(X, N * K / 32), (WEIGHT, M * K / 32)]
+    expected += [(WEIGHT, K * M / 32), (Y, N * M / 32), (X, K * 2), (Y, M * 2)]
+    expected = [4 * size + 4 * factors for size, factors in expected]
+    assert sorted(by_kind(rows, "scaled cast")) == sorted(expected)
+    assert {row.form for row in rows if row.flops} == {"bf16"}
+    assert len(rows) == 3 + 3 + 6
+
+
+def test_a_linear_multiplies_alike_in_each_format():
+    for mode in ("fp8_tensorwise", "fp8_rowwise", "mxfp8"):
+        assert [r.flops for r in rows_of_linear(mode) if r.flops] == 3 * [2 * N * K * M]
 
 
 @pytest.mark.parametrize("causal", [False, True])

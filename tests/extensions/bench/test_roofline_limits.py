@@ -30,20 +30,23 @@ def test_each_row_takes_the_longer_of_products_and_traffic():
     found = limit(
         counted(
             OperationCosts(
-                "product", "forward", "fp16", 400, 100
+                "product", "forward", "fp16", 400, 100, least_bytes=100
             ),  # 4 s of products, 2 s of traffic
-            OperationCosts("product", "backward", "fp32", 10, 100),  # 1 s and 2 s
+            OperationCosts(
+                "product", "backward", "fp32", 10, 100, least_bytes=75
+            ),  # 1 s and 2 s, of which 1.5 s are left
             OperationCosts(
                 "relu", "forward", "", 0, 50, launches=3, folded_bytes=0
             ),  # 1 s, folded 0
             OperationCosts("add", "forward", "", 0, 100, folded_bytes=50),  # 2 s, folded 1
-            OperationCosts("update", "update", "", 0, 50),  # 1 s
+            OperationCosts("update", "update", "", 0, 50, least_bytes=50),  # 1 s
         ),
         TOY,
     )
     assert found["step_s"] == 10
     assert found["eager"] == 8 / 10
     assert found["fused"] == 8 / (4 + 2 + 0 + 1 + 1)
+    assert found["limit"] == 8 / (4 + 1.5 + 0 + 0 + 1)
     assert found["flop_only"] == 8 / 5
     assert found["without_update"] == 8 / 9
     assert found["update_s"] == 1

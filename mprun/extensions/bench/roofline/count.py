@@ -20,6 +20,7 @@ from mprun.config.compose import compose_config
 from mprun.config.schema import DataConfig, RunConfig
 from mprun.errors import BadInput, MprunError, raised
 from mprun.extensions.bench.roofline import FORMATS
+from mprun.extensions.bench.roofline.casts import CastCosts
 from mprun.extensions.bench.roofline.cuda_kernels import cuda_kernels
 from mprun.extensions.bench.roofline.operations import OperationCosts, bytes_of, costs
 from mprun.extensions.bench.roofline.shape_only import (
@@ -32,7 +33,7 @@ from mprun.extensions.bench.roofline.shape_only import (
     weightless,
 )
 from mprun.numerics.trace import Operation, in_backward, name_of, tensors_in
-from mprun.precision import DTYPES, ForwardContext, PrecisionPolicy
+from mprun.precision import DTYPES, ForwardContext, PrecisionPolicy, scaled_products
 from mprun.precision.philox import micro_batches
 from mprun.precision.torch_update import path_of
 from mprun.tasks import Learner
@@ -140,7 +141,6 @@ def _step(config: RunConfig, policy: PrecisionPolicy, source: ShapeSource):
             with counter:
                 task.compute(task.load(0))
             counter.rows.clear()
-            counter._casts.clear()
             learners = [*task.learners.values()]
             held = held_bytes(learners)
             # Parameters and buffers exist anyway: a graph that keeps them costs no more memory.
@@ -182,8 +182,7 @@ class Counter(TorchDispatchMode):
 
     A BatchNorm kernel can fold these: a ReLU (or leaky ReLU) of a BatchNorm's output; its gradient;
     the addition of a residual to such an output (the residual is still read); the addition of the
-    two gradients that meet there (one is still read). The kernels that cast a 16-bit tensor to FP8
-    (widen, scale, clamp, narrow) fold into one that reads the first and writes the second.
+    two gradients that meet there (one is still read). Casts of `scaled_products` are one kernel.
 
     Args:
         fp32_math: "ieee" or "tf32", how FP32 products are computed.
@@ -193,13 +192,22 @@ class Counter(TorchDispatchMode):
         super().__init__()
         self.fp32_math, self._updating = fp32_math, False
         self.rows: list[OperationCosts] = []
+        self.casts = CastCosts(self.write, self.silent)
+        self._silent = False  # inside of what is counted as a whole
         self._is_torchs = False  # torch's own step runs, after mprun has read whether to skip it
         # By id of the storage. Held tensors keep their ids, and fake ones are small.
         self._normalised: dict[int, Tensor] = {}
         self._activated: dict[int, Tensor] = {}
         self._residual_shapes: set[torch.Size] = set()
-        # For tensors that may become FP8: the tensor, bytes of its source, its rows.
-        self._casts: dict[int, tuple[Tensor, int, list[OperationCosts]]] = {}
+
+    def __enter__(self):
+        self._others = scaled_products.observer
+        scaled_products.observer = self.casts.seen
+        return super().__enter__()
+
+    def __exit__(self, *exception):
+        scaled_products.observer = self._others
+        super().__exit__(*exception)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -209,6 +217,8 @@ class Counter(TorchDispatchMode):
         # What returns nothing only changes values, of which there are none; some such operators
         # (fused optimizers) do not know tensors without values.
         results = func(*args, **kwargs) if schema_of(func).returns else None
+        if self._silent:
+            return results
         for kind, flops, size in costs(Operation(func, name_of(func), args, kwargs, results)):
             kind = self._kind(kind, args, results)
             dtype = tensors_in(args)[0].dtype if flops else torch.float32
@@ -216,8 +226,18 @@ class Counter(TorchDispatchMode):
                 dtype = args[-1]
             self.write(kind, dtype, flops, size, 1)
             self.rows[-1].folded_bytes = self._folded(kind, args, results)
-            self._follow_cast(kind, args, results)
+            if kind == "fp8 product":
+                self.casts.read(args[0], args[1])
         return results
+
+    @contextmanager
+    def silent(self) -> Iterator[None]:
+        """Count nothing inside."""
+        before, self._silent = self._silent, True
+        try:
+            yield
+        finally:
+            self._silent = before
 
     def turn(self, *_: Any) -> None:
         """Begin torch's own step of an optimizer, or end it; a hook of both."""
@@ -259,11 +279,24 @@ class Counter(TorchDispatchMode):
             return "backward"
         return "update" if self._updating else "forward"
 
-    def write(self, kind: str, dtype: torch.dtype, flops: int, size: int, launches: int) -> None:
-        """Add a row; dtype: that of its products."""
+    def write(
+        self,
+        kind: str,
+        dtype: torch.dtype,
+        flops: int,
+        size: int,
+        launches: int,
+        least: int | None = None,
+    ) -> OperationCosts:
+        """Add a row and return it; dtype: that of its products; least: see `Write`."""
         form = FORMATS.get(str(dtype), "fp32") if flops else ""
         form = "tf32" if form == "fp32" and self.fp32_math == "tf32" else form
-        self.rows.append(OperationCosts(kind, self.phase, form, flops, size, launches))
+        row = OperationCosts(kind, self.phase, form, flops, size, launches)
+        if least is None:
+            least = size if flops or kind in ("update", "row update") else 0
+        row.least_bytes = least
+        self.rows.append(row)
+        return row
 
     def _kind(self, kind: str, args, results) -> str:
         if kind != "add" or not isinstance(results, Tensor) or results.dim() < 4:
@@ -272,22 +305,6 @@ class Counter(TorchDispatchMode):
         if not two or self.phase == "update":
             return kind
         return "gradient add" if self.phase == "backward" else "residual add"
-
-    def _follow_cast(self, kind: str, args, results) -> None:
-        """Note the last row if it may belong to an FP8 cast; fold its rows if it ends one."""
-        if kind not in ("cast", "mul", "clamp_") or not isinstance(results, Tensor):
-            return
-        _, size, rows = self._casts.get(storage_key(args[0]), (None, bytes_of(args[0]), []))
-        if not rows and (kind != "cast" or args[0].element_size() != 2):
-            return
-        rows = [*rows, self.rows[-1]]
-        if results.dtype is torch.float32:
-            # Not the tensor itself, which autograd would copy if another held it, too.
-            self._casts[storage_key(results)] = results.detach(), size, rows
-        elif FORMATS.get(str(results.dtype)) == "fp8":
-            for row in rows:
-                row.folded_bytes = 0
-            self.rows[-1].folded_bytes = size + bytes_of(results)
 
     def _folded(self, kind: str, args, results) -> int | None:
         """Return the bytes left if a BatchNorm kernel can fold this kernel, otherwise None."""

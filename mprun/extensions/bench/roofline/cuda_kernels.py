@@ -152,9 +152,11 @@ class _Recurrent(torch.autograd.Function):
 
 
 def _product(write: Write, kind: str, dtype, m: int, k: int, n: int, times: int = 1) -> None:
-    moved = (m * k + k * n + m * n) * dtype.itemsize
-    write(kind, dtype, times * 2 * m * k * n, times * moved, times)
+    ends, weight = (m * k + m * n) * dtype.itemsize, k * n * dtype.itemsize
+    # A persistent kernel reads the weight once for all times.
+    least = times * ends + weight
+    write(kind, dtype, times * 2 * m * k * n, times * (ends + weight), times, least)
 
 
 def _pass(write: Write, kind: str, dtype, times: int, numbers: int) -> None:
-    write(kind, dtype, 0, times * numbers * dtype.itemsize, times)
+    write(kind, dtype, 0, times * numbers * dtype.itemsize, times, None)

@@ -19,6 +19,12 @@ if TYPE_CHECKING:
     from mprun.extensions.bench.roofline.operations import OperationCosts
     from mprun.precision import PrecisionPolicy
 
+LIMIT = (
+    "no step passes it, compiled or not, if products run one after the other with all their "
+    "multiply-adds, read each operand once in the format that they multiply and write each result "
+    "once; the update reads gradients and moves weights and state; all else (casts, norms, losses) "
+    "is folded into these for nothing; no tensor waits in a cache for the next kernel"
+)
 LAUNCH_SOURCE = "assumed: 1.5 us a kernel in a CUDA graph, 8 us eager"
 # Bytes per parameter and step of SGD with momentum in torch's fused kernel. In FP32 the gradient is
 # written, and read beside weight and momentum, which are read and written. With FP16 copies the
@@ -101,10 +107,10 @@ def limit(counted: Counted, ceilings: Ceilings) -> dict[str, Any]:
 
     eager: samples per second if operations run one after the other and each takes the longer of its
     products and its traffic. fused: the same with ReLUs, residuals and their gradients folded into
-    BatchNorm kernels, and each FP8 cast in one kernel; None if nothing can be folded. flop_only:
-    products at their full rate, traffic free. These three include the update. memory_bound_share:
-    part of the eager time in which traffic takes longer than products. step_s, update_s: the eager
-    time, and the update's part.
+    BatchNorm kernels; None if nothing can be folded. limit: the same with everything folded into
+    products and update, see `LIMIT`. flop_only: products at their full rate, traffic free. These
+    four include the update. memory_bound_share: part of the eager time in which traffic takes
+    longer than products. step_s, update_s: the eager time, and the update's part.
     graph_launches, eager_launches: samples per second if a kernel takes its launch time alone.
     kinds: rows of one kind and phase, most expensive first. BadInput if a ceiling is missing.
     """
@@ -121,10 +127,12 @@ def limit(counted: Counted, ceilings: Ceilings) -> dict[str, Any]:
         for row, seconds in timed
     )
     folds = any(row.folded_bytes is not None for row in counted.rows)
+    least = sum(row.least_seconds(ceilings.flops, ceilings.bandwidth) for row in counted.rows)
     launches, samples = sum(row.launches for row in counted.rows), counted.samples
     return {
         "eager": samples / total,
         "fused": samples / folded if folds else None,
+        "limit": samples / least,
         "flop_only": samples / sum(products for _, (products, _) in costs),
         "without_update": samples / (total - update),
         "memory_bound_share": sum(t for _, (products, t) in costs if products <= t) / total,
@@ -195,11 +203,13 @@ def as_text(found: dict[str, Any], top: int) -> str:
 
 
 def _speed(modes: dict[str, dict], unit: str) -> str:
-    header = ["mode", f"limit {unit}s/s", "fused", "FLOP only", f"GFLOP/{unit}", f"MB/{unit}"]
+    header = ["mode", f"limit {unit}s/s", "eager", "fused", "FLOP only"]
+    header += [f"GFLOP/{unit}", f"MB/{unit}"]
     header += ["memory-bound", "update ms", "kernels", "x fp32", "x tf32"]
     rows = [
         [
             mode,
+            three(line["limit"]),
             three(line["eager"]),
             "-" if line["fused"] is None else three(line["fused"]),
             three(line["flop_only"]),
@@ -235,8 +245,9 @@ def _notes(found: dict[str, Any]) -> list[str]:
     recipes = ", ".join(f"{of} {s * 1e3:.3g}" for of, s in found["update_recipes_s"].items())
     return [
         f"Limits from counts, not measurements; ceilings {found['ceilings']['source']}.",
-        "limit: each operation takes the longer of its products and its traffic, one after the "
-        "other, update included; ratios are upper bounds of a speedup.",
+        f"limit: {LIMIT}.",
+        "eager: each operation takes the longer of its products and its traffic, one after the "
+        "other, update included; ratios, x fp32, are those of it.",
         f"Launches alone ({mode}): at most {graph} {unit}s/s replayed, {eager} eager "
         f"({LAUNCH_SOURCE}).",
         f"Update counted as: {paths}. SGD with momentum on these parameters, ms a step with the "

@@ -18,8 +18,9 @@ from mprun.numerics.trace import UNWRITTEN, Operation, operands, tensors_in
 
 # (kind, FLOPs, bytes) of one kernel
 Cost = tuple[str, int, int]
-# (kind, dtype, flops, bytes, launches): work that no dispatcher sees writes its rows with this.
-Write = Callable[[str, torch.dtype, int, int, int], None]
+# (kind, dtype, flops, bytes, launches, bytes that no fusion saves; None: those of its kind): work
+# that no dispatcher sees writes its rows with this.
+Write = Callable[[str, torch.dtype, int, int, int, int | None], "OperationCosts"]
 
 
 @dataclass(slots=True)
@@ -32,13 +33,19 @@ class OperationCosts:
     flops: int
     bytes: int
     launches: int = 1
-    # Bytes left if a neighbouring kernel (BatchNorm, FP8 cast) folds this work; None: none can.
+    # Bytes left if a neighbouring BatchNorm kernel folds this work; None: none can.
     folded_bytes: int | None = None
+    # Bytes left whatever kernels fold it: those of products and of the update.
+    least_bytes: int = 0
 
     def seconds(self, flops_per_s: dict[str, float], bytes_per_s: float) -> tuple[float, float]:
         """Return the times of products and traffic; the row takes the longer one."""
         products = self.flops / flops_per_s[self.form] if self.flops else 0.0
         return products, self.bytes / bytes_per_s
+
+    def least_seconds(self, flops_per_s: dict[str, float], bytes_per_s: float) -> float:
+        """Return the time that no fusion saves."""
+        return max(self.seconds(flops_per_s, bytes_per_s)[0], self.least_bytes / bytes_per_s)
 
 
 _FREE = UNWRITTEN.union(
@@ -137,19 +144,16 @@ def _batch_norm_backward(call: Operation) -> Iterator[Cost]:
 
 
 def _scaled_product(call: Operation) -> Iterator[Cost]:
+    """Count a product alone: its operands were written by their casts (`casts`)."""
     a, b, *_, decoded = call.args
-    if decoded is not None:
-        size = (a.numel() + b.numel()) * decoded.itemsize
-        if a.dtype is not decoded:  # not by its cast
-            yield "decoding", 0, _total(call.args[:4]) + size
-        yield "matrix product", flops(call), size + _total(call.result)
+    if decoded is None:
+        yield "fp8 product", flops(call), _total(call.args[:4], call.result)
         return
-    # cuBLAS takes the left matrix by rows, the right one by columns; others are copied
-    # (`mprun.precision.scaled_products`).
-    for operand in (a, b.t()):
-        if not operand.is_contiguous():
-            yield "fp8 transpose", 0, 2 * bytes_of(operand)
-    yield "fp8 product", flops(call), _total(call.args[:4], call.result)
+    operands = (a.numel() + b.numel()) * decoded.itemsize
+    # Its sums leave the kernel in FP32.
+    yield "matrix product", flops(call), operands + 4 * call.result.numel()
+    if call.result.element_size() < 4:
+        yield "cast", 0, 4 * call.result.numel() + _total(call.result)
 
 
 def _fused_update(call: Operation) -> Iterator[Cost]:
