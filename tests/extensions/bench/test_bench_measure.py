@@ -177,6 +177,10 @@ def test_the_best_settings_compile_what_peers_compile(model, compiles):
     assert ("train.compile=default" in best) == compiles
     assert f"train.cuda_graph={'auto' if compiles else 'on'}" in best
     assert "train.compile=default" not in best_settings(config, "cuda", compiled=False)
+    # On a CPU where nothing is emulated.
+    for half, found in (("native", compiles), ("emulated", False)):
+        config = compose_config([f"model={model}", "device=cpu", f"cpu_half={half}"]).config
+        assert ("train.compile=default" in best_settings(config, "cpu", compiled=True)) == found
 
 
 def test_best_settings_that_are_refused_are_left_out_with_the_reason(monkeypatch):
