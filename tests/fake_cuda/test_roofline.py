@@ -10,6 +10,7 @@ from unittest import mock
 import torch
 from torch import nn
 
+from mprun.extensions.bench.roofline.count import Counter
 from mprun.precision import get_policy, scaled_operators
 from mprun.precision.scaled_linear import install
 
@@ -29,12 +30,17 @@ def answer():
     network = nn.Sequential(nn.Linear(KK, MM, bias=False), nn.ReLU()).bfloat16().cuda()
     install(network, get_policy("MODE").matmul, {})
     x = torch.ones(NN, KK, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    counter = Counter("ieee")
     with (
         mock.patch.object(scaled_operators, "scaled_mm", recorded(scaled_operators.scaled_mm)),
         mock.patch.object(torch, "mm", recorded(torch.mm)),
     ):
         network(x).backward(torch.ones(NN, MM, dtype=torch.bfloat16, device="cuda"))
-    return {"products": products, "operands": sum(own.nbytes for own in held.values())}
+    with counter:
+        network(x).backward(torch.ones(NN, MM, dtype=torch.bfloat16, device="cuda"))
+    rows = [[row.kind, row.flops, row.bytes] for row in counter.rows]
+    held_bytes = sum(own.nbytes for own in held.values())
+    return {"products": products, "operands": held_bytes, "rows": rows}
 """
 
 
@@ -62,3 +68,8 @@ def test_operands_of_a_linear_layer(script, mode):
         factors = N * K // 32 + 2 * (M * K // 32) + N * M // 32 + 2 * K + 2 * M
     read = sum(2 * size for size in sizes) * (1 if mode == "fp8_tensorwise" else 2)
     assert casts == read + found["operands"] + 4 * factors
+    # What the device dispatches is what is counted without it.
+    kinds = (kind, "scaled cast", "amax", "cast")
+    assert sorted(row for row in found["rows"] if row[0] in kinds) == sorted(
+        [row.kind, row.flops, row.bytes] for row in rows if row.kind in kinds
+    )

@@ -54,6 +54,7 @@ class CastCosts:
         if operand.decoded:
             written += found.values.numel() * operand.decoded_to.itemsize
         row = self._write("scaled cast", torch.float32, 0, bytes_of(matrix) + written, 1, None)
-        if not operand.decoded:
-            self._codes[storage_key(found.values)] = found.values.detach(), row, set()
+        for codes in () if operand.decoded else (found.values, found.turned):
+            if codes is not None:  # CUDA itself writes a second layout into memory of its own
+                self._codes[storage_key(codes)] = codes.detach(), row, set()
         return found
