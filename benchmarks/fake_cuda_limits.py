@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -30,6 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.same_bits import ROOT, about, commit_of
 from benchmarks.suite.contenders import PEERS, available, make
 from benchmarks.suite.models import GPU_SUITE
+from benchmarks.suite.peers.task import PeerTask
 from mprun.config.registry import task_of
 from mprun.errors import MprunError
 from mprun.extensions.bench.cases import BenchGroup, Case
@@ -57,14 +58,19 @@ once a kernel (`mprun/extensions/bench/roofline/operations.py`); of a kernel of 
 arguments, also where it reads a part. H100 ms: kernels one after the other, each in the longer of
 products and traffic, by the ceilings of `mprun bench --roofline --gpu H100`. Limit: the time that
 no step of the mode passes, whatever is fused (docs/bench.md). "compiled": `train.compile=default`
-of mprun; NHWC, a fused optimizer and torch.compile around peers. An nn.LSTM is not compiled: torch
-hands it back as a whole."""
+of mprun; a fused optimizer and torch.compile around peers; images in NCHW, because no device
+chooses a memory format. An nn.LSTM is not compiled: torch hands it back as a whole."""
 
 
 class Compiled(Counter):
     """A `Counter` that leaves casts to the compiler: an observer would be one more graph."""
 
     __enter__, __exit__ = TorchDispatchMode.__enter__, TorchDispatchMode.__exit__
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let compiled code run inside; under other modes torch takes the eager one, unsaid."""
+        return True
 
 
 @contextmanager
@@ -91,16 +97,18 @@ def case_of(group: BenchGroup, mode: str, name: str, blocks: int | None) -> Case
     if blocks is not None and group.label.startswith("GPT"):
         more += (f"model.num_layers={blocks}",)
     if name == "mprun compiled":
-        more, name = (*more, "train.compile=default"), "mprun"
-        if task_of(Case("", group.overrides, mode, name).config().model) == "classification":
-            more += ("train.channels_last=on",)
+        # As for peers: the compiler expects NHWC from cuDNN where no device chooses it.
+        more, name = (*more, "train.compile=default", "train.channels_last=off"), "mprun"
     return Case(group.label, (*group.overrides, *more), mode, name)
 
 
 def measured(case: Case, compiled: bool) -> dict[str, Any]:
     """Return launches, bytes and milliseconds of a steady step."""
     started = time.process_time()
-    contender = make(case, CUDA)
+    # No device chooses the memory format of cuDNN's results, so that compiled ones are in NCHW.
+    in_nchw = mock.patch.object(PeerTask, "is_convolutional", False)
+    with in_nchw if compiled else nullcontext():
+        contender = make(case, CUDA)
     with contender.running():
         for _ in range(WARM_UP):
             contender.step()
@@ -109,6 +117,8 @@ def measured(case: Case, compiled: bool) -> dict[str, Any]:
             contender.step()
         counts = fake_cuda.counts() - before
         rows = rows_of(contender, case, compiled)
+    if compiled and not any(row.kind == "compiled" for row in rows):
+        raise RuntimeError("no kernel of the compiler was launched")
     seconds = sum(max(row.seconds(GPU.flops, GPU.bandwidth)) for row in rows)
     parts = {
         "torch": counts.launches,
@@ -229,6 +239,7 @@ def main() -> int:
     if not fake_cuda.is_fake():
         return on_device()
     take_for_granted()
+    torch._inductor.config.layout_optimization = False
     made = about("benchmarks.fake_cuda_limits", *sys.argv[1:])
     made |= {"torch": torch.__version__, "this": commit_of(ROOT)}
     path = options.out and options.out / f"{made['date']}-fake-cuda-limits.json"
