@@ -105,15 +105,23 @@ class Scale(NamedTuple):
     is_kept: bool = False
 
 
+def _inverse(encode: Tensor) -> Tensor:
+    """Return 1 / encode in FP32, rounded once: 53 bits are enough to round again (2 * 24 + 2).
+
+    A GPU's compiled code divides in FP32 with an error of two units, and flushes small results.
+    """
+    return encode.double().reciprocal().float()
+
+
 def _one(amax: Tensor, element: Element, rounding: str) -> tuple[Tensor, Tensor, None]:
     encode = (1 + 0 * amax).float()  # NaN if a value is not finite
-    return encode, encode.reciprocal(), None
+    return encode, _inverse(encode), None
 
 
 def _fp32(amax: Tensor, element: Element, rounding: str) -> tuple[Tensor, Tensor, None]:
     # At most the largest FP32 number, of zeros too, whatever their sign.
     encode = (element.top / amax.double().clamp(min=element.top / _F32_MAX)).float()
-    return encode, encode.reciprocal(), None
+    return encode, _inverse(encode), None
 
 
 def _pow2(amax: Tensor, element: Element, rounding: str) -> tuple[Tensor, Tensor, None]:
@@ -121,12 +129,13 @@ def _pow2(amax: Tensor, element: Element, rounding: str) -> tuple[Tensor, Tensor
     # The mantissa cleared; a NaN stays one, in one launch.
     encode = (exact.view(torch.int32) & _EXPONENT).view(torch.float32)
     encode = torch.add(encode, exact, alpha=0)
-    return encode, encode.reciprocal(), None
+    return encode, _inverse(encode), None
 
 
 def _e8m0(amax: Tensor, element: Element, rounding: str) -> tuple[Tensor, Tensor, None]:
-    if rounding == "rceil":  # the FP32 quotient, up to a power of two
-        bits = (amax / torch.full_like(amax, element.top)).view(torch.int32)
+    if rounding == "rceil":  # the FP32 quotient, see `_inverse`, up to a power of two
+        exact = amax.double() / torch.full_like(amax, element.top, dtype=torch.float64)
+        bits = exact.float().view(torch.int32)
         # Up to 2^-127, which is subnormal, it is the smallest scale.
         byte = torch.where(bits <= 1 << 22, 0, (bits + 0x7FFFFF) >> 23)
     else:
@@ -158,7 +167,7 @@ def _delayed(
     # No operator of its own: compiled, equal blocks would write to one of them.
     kept[1] = torch.fmax(kept[1], amax).clamp(max=_F32_MAX)
     encode = kept[0] + 0 * amax
-    return encode, encode.reciprocal(), None
+    return encode, _inverse(encode), None
 
 
 SCALES = {
@@ -247,10 +256,8 @@ def cast_blocks(
     """
     (n, k), own = matrix.shape, ELEMENTS[element]
     rows, columns = _fitted(rows, n), _fitted(columns, k)
-    more_rows, more_columns = -n % rows, -k % columns
-    if more_rows or more_columns:
-        matrix = nn.functional.pad(matrix, (0, more_columns, 0, more_rows))
-    wide = matrix.float().unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
+    whole_blocks = filled(matrix, -n % rows, -k % columns).float()
+    wide = whole_blocks.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
     amax = wide.abs().amax((1, 3), keepdim=True)
     encode, factor, whole = SCALES[scale].of(amax, own, rounding)
     random = _random_bits(wide, stream) if stream else None
@@ -260,6 +267,13 @@ def cast_blocks(
         values = decoded(values, in_blocks(factor, (rows, columns), values.shape)).to(dtype)
     # An operator has to return something.
     return values, factor, factor.new_empty(0) if whole is None else whole
+
+
+def filled(matrix: Tensor, rows: int, columns: int, value: float = 0.0) -> Tensor:
+    """Return a matrix with more rows and columns of a value; torch's pad copies also for none."""
+    if not rows and not columns:
+        return matrix
+    return nn.functional.pad(matrix, (0, columns, 0, rows), value=value)
 
 
 def _fitted(count: int, size: int) -> int:
@@ -365,9 +379,9 @@ def turn(matrix: Tensor, dim: int) -> Tensor:
     """
     by, more = turning(matrix.device), -matrix.size(dim) % _SIZE
     if dim == -1:
-        wide = nn.functional.pad(matrix.float(), (0, more)).unflatten(1, (-1, _SIZE))
+        wide = filled(matrix.float(), 0, more).unflatten(1, (-1, _SIZE))
         return (wide @ by).flatten(1).bfloat16()
-    wide = nn.functional.pad(matrix.float(), (0, 0, 0, more)).unflatten(0, (-1, _SIZE))
+    wide = filled(matrix.float(), more, 0).unflatten(0, (-1, _SIZE))
     return (by.t() @ wide).flatten(0, 1).bfloat16()
 
 

@@ -16,7 +16,7 @@ from functools import cache
 import torch
 from torch import Tensor, nn
 
-from mprun.precision.block_formats import Operand, in_blocks
+from mprun.precision.block_formats import Operand, filled, in_blocks
 from mprun.precision.torch_update import is_granted
 
 # Scale and numbers along the sum that share it -> elements. torch 2.15 refuses E5M2 beside E4M3.
@@ -156,17 +156,14 @@ def swizzled(factor: Tensor, dtype: torch.dtype) -> Tensor:
         bits = (factor.contiguous().view(torch.int32) >> 23).bitwise_and_(255).to(torch.uint8)
     else:
         bits = factor.to(dtype).contiguous().view(torch.uint8)
-    bits = nn.functional.pad(bits, (0, -columns % 4, 0, -rows % 128))
+    bits = filled(bits, -rows % 128, -columns % 4)
     tiles = bits.view(-(-rows // 128), 4, 32, -(-columns // 4), 4)
     return tiles.permute(0, 3, 2, 1, 4).flatten().view(dtype)
 
 
 def padded(matrix: Tensor, rows: int, columns: int) -> Tensor:
     """Return codes by rows, with more rows and columns of zeros."""
-    matrix = matrix.contiguous()
-    if not rows and not columns:
-        return matrix
-    bits = nn.functional.pad(matrix.view(torch.uint8), (0, columns, 0, rows))
+    bits = filled(matrix.contiguous().view(torch.uint8), rows, columns)
     return bits.view(matrix.dtype)
 
 

@@ -14,7 +14,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-TILE = 64  # of `fp8_kernel`, both ways
 LAUNCH = {"num_warps": 4, "enable_fp_fusion": False}
 _TILE = 4096  # numbers of a program, or one block
 LARGEST = 128 * 128  # numbers of a block
@@ -138,32 +137,6 @@ def _codes(value, E5M2: tl.constexpr):
     return (found | ((bits >> 24) & 0x80)).to(tl.uint8)
 
 
-@triton.jit
-def fp8_kernel(
-    matrix, scale, values, turned, rows, columns, row_step, column_step, scale_row, scale_column,
-    TOP: tl.constexpr, EMIN: tl.constexpr, EMAX: tl.constexpr, MANTISSA: tl.constexpr,
-    ROWS: tl.constexpr, TURNED: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """values [rows, columns], turned [columns, rows] = matrix * scale, saturated; NaN stays NaN.
-
-    cuBLAS reads the left operand by rows and the right one by columns, and a layer's products use
-    each operand in both ways: one pass writes what they need.
-    """
-    row = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-    column = tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)
-    down, across = row[:, None], column[None, :]
-    inside = (down < rows) & (across < columns)
-    factor = tl.load(scale + down * scale_row + across * scale_column, mask=inside, other=0.0)
-    value = wide(matrix + down * row_step + across * column_step, inside) * factor
-    value = _on_grid(value, value, TOP, EMIN, EMAX, MANTISSA, False)
-    found = _codes(value, MANTISSA == 2)
-    if ROWS:
-        tl.store(values + down * columns + across, found, mask=inside)
-    if TURNED:
-        known = (column[:, None] < columns) & (row[None, :] < rows)
-        tl.store(turned + column[:, None] * rows + row[None, :], tl.trans(found), mask=known)
-
-
 @triton.jit(do_not_specialize=["seed", "first", "stream"])
 def cast_kernel(
     matrix, whole, values, factors, number, rows, columns, row_step, column_step, padded, seed,
@@ -223,24 +196,6 @@ def _bits(matrix: Tensor) -> Tensor:
 
 def _on(tensor: Tensor):
     return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
-
-
-def cast_fp8(
-    matrix: Tensor, scale: Tensor, element, rows: bool, turned: bool
-) -> tuple[Tensor, Tensor]:
-    """Return what `scaled_operators.cast_by_kernel` does."""
-    count, width = matrix.shape
-    found, other = (
-        torch.empty(size if wanted else (0, 0), dtype=torch.uint8, device=matrix.device)
-        for wanted, size in ((rows, (count, width)), (turned, (width, count)))
-    )
-    steps = [0 if scale.dim() == 0 or scale.size(i) == 1 else scale.stride(i) for i in (0, 1)]
-    with _on(matrix):
-        fp8_kernel[-(-count // TILE), -(-width // TILE)](
-            _bits(matrix), scale, found, other, count, width, *matrix.stride(), *steps,
-            **of_element(element), ROWS=rows, TURNED=turned, TILE=TILE, **LAUNCH,
-        )  # fmt: skip
-    return found.view(element.dtype), other.view(element.dtype)
 
 
 def launch_of(block: tuple[int, int]) -> tuple[dict[str, int], dict[str, int | bool]]:

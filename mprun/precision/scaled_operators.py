@@ -1,9 +1,6 @@
-"""The operators of casts and products in 8 bits: their kernels by device, and shapes for compilers.
+"""The operator `scaled_mm`, a product of two casts: its kernel by device, and shapes for compilers.
 
-    cast_fp8    a matrix times a scale in FP8, by rows and transposed
-    scaled_mm   the product of two casts, which counts as one of its owner's `Calls`
-
-`scaled_products` calls them and knows which product needs which cast.
+It counts as one of its owner's `Calls`. `scaled_products` knows which product needs which cast.
 """
 
 import math
@@ -13,9 +10,9 @@ from typing import Any, ClassVar, NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from mprun.precision.block_formats import ELEMENTS, Element, apart, decoded, encoded, library
+from mprun.precision.block_formats import ELEMENTS, apart, decoded, filled, library
 from mprun.precision.block_products import multiplied_in_blocks, padded
 from mprun.torch_private import scaled_mm
 
@@ -105,8 +102,7 @@ def multiplied_on_cuda(*given: Any) -> Tensor:
     more_n, more_k, more_m = (-size % MULTIPLE for size in (n, k, m))
     left, right = padded(own.a, more_n, more_k), padded(own.b.t(), more_m, more_k)
     if factor_a.dim() == 2:  # by row: pad the factors too
-        factor_a = nn.functional.pad(factor_a, (0, 0, 0, more_n), value=1.0)
-        factor_b = nn.functional.pad(factor_b, (0, more_m), value=1.0)
+        factor_a, factor_b = filled(factor_a, more_n, 0, 1.0), filled(factor_b, 0, more_m, 1.0)
     found = scaled_mm(
         left, right.t(), factor_a.contiguous(), factor_b.contiguous(), out_dtype=own.dtype,
         use_fast_accum=own.fast,
@@ -127,34 +123,6 @@ def promised(*given: Any) -> Tensor:
     return own.a.new_empty((own.a.size(0), own.b.size(1)), dtype=own.dtype)
 
 
-def saturated(matrix: Tensor, scale: Tensor, element: Element) -> Tensor:
-    """Return the codes of matrix * scale, in torch's operations."""
-    return encoded(matrix.float() * scale, element)
-
-
-def cast_by_kernel(
-    matrix: Tensor, scale: Tensor, dtype: torch.dtype, rows: bool, turned: bool
-) -> tuple[Tensor, Tensor]:
-    """Write matrix * scale in FP8 by rows and transposed; an unwanted one has no values."""
-    own = next(one for one in ELEMENTS.values() if one.dtype is dtype)
-    try:
-        # Imported here: only torch for CUDA on Linux includes Triton.
-        from mprun.precision import cast_kernels_triton as kernels
-    except ImportError:
-        found = saturated(matrix, scale, own)
-        return found, found.t().contiguous()
-    return kernels.cast_fp8(matrix, scale, own, rows, turned)
-
-
-def _shapes_of_cast(
-    matrix: Tensor, scale: Tensor, dtype: torch.dtype, rows: bool, turned: bool
-) -> tuple[Tensor, Tensor]:
-    count, width = matrix.shape
-    sizes = (rows, (count, width)), (turned, (width, count))
-    one, other = (matrix.new_empty(s if wanted else (0, 0), dtype=dtype) for wanted, s in sizes)
-    return one, other
-
-
 library.define(
     "scaled_mm(Tensor a, Tensor b, Tensor factor_a, Tensor factor_b, Tensor? whole_a,"
     " Tensor? whole_b, ScalarType dtype, bool fast, int counted_by, str names,"
@@ -163,9 +131,3 @@ library.define(
 library.impl("scaled_mm", apart(multiplied_on_cpu), "CPU")
 library.impl("scaled_mm", apart(multiplied_on_cuda), "CUDA")
 library.impl("scaled_mm", promised, "Meta")
-library.define(
-    "cast_fp8(Tensor matrix, Tensor scale, ScalarType dtype, bool rows, bool turned)"
-    " -> (Tensor, Tensor)"
-)
-library.impl("cast_fp8", cast_by_kernel, "CUDA")
-library.impl("cast_fp8", _shapes_of_cast, "Meta")

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from mprun.precision import block_products
 from mprun.precision.block_formats import (
@@ -36,10 +37,12 @@ from mprun.precision.block_formats import (
     Operand,
     are_blocks_alike,
     block_of,
+    cast_blocks,
     in_blocks,
 )
+from mprun.precision.fp8_casts import Form, are_alike, cast_fp8
 from mprun.precision.philox import stream_of
-from mprun.precision.scaled_operators import MULTIPLE, cast_by_kernel, saturated
+from mprun.precision.scaled_operators import MULTIPLE
 from mprun.precision.torch_update import is_granted
 
 PRODUCTS = {
@@ -241,23 +244,26 @@ def unobserved_cast(
         # An observer gets codes.
         to_codes = operand.native or observer is not None or matrix.device.type == "cpu"
         decoded_to = None if to_codes else operand.decoded_to
-        values, factor, whole = torch.ops.mprun.cast_blocks(matrix, *form, decoded_to)
         two_levels = SCALES[operand.scale].two_levels
+        # A compiler makes one fused kernel of a cast by rows; of others two, and none of bits.
+        fuses = is_compiling() and block[0] == 1 and not (two_levels or operand.stream)
+        take = cast_blocks if fuses else torch.ops.mprun.cast_blocks
+        values, factor, whole = take(matrix, *form, decoded_to)
         return Cast(operand, values, factor, whole=whole if two_levels else None, block=block)
-    if block == (0, 0):
-        low, high = torch.aminmax(matrix)
-    else:
-        # torch.aminmax along a dimension takes ten times as long on a CPU.
-        low, high = matrix.amin(dim, keepdim=True), matrix.amax(dim, keepdim=True)
-    amax = torch.maximum(-low, high)
-    of_tensor = () if kept is None else (kept[operand.place],)
-    scale, factor, _ = SCALES[operand.scale].of(amax, operand.element, "", *of_tensor)
+    own = _form(operand, dim, layouts)
     if not matrix.is_cuda:
-        return Cast(operand, saturated(matrix, scale, operand.element), factor)
-    values, turned = torch.ops.mprun.cast_fp8(matrix, scale, operand.element.dtype, *layouts)
-    if layouts == TURNED:
-        return Cast(operand, turned.t(), factor, turned)
-    return Cast(operand, values, factor, turned if layouts == BOTH else None)
+        own = own._replace(rows=True, turned=False)
+    of_tensor = () if kept is None else (kept[operand.place],)
+    codes, turned, factor = cast_fp8(matrix, own, *of_tensor)
+    if codes is None:
+        assert turned is not None
+        codes = turned.t()
+    return Cast(operand, codes, factor, turned)
+
+
+def _form(operand: Operand, dim: int, layouts: tuple[bool, bool]) -> Form:
+    along = dim if any(operand.block) else None
+    return Form(operand.element.name, operand.scale, along, *layouts)
 
 
 def product(
@@ -296,17 +302,18 @@ def how_multiplied(products: ScaledProducts, device: torch.device) -> str:
 def why_no_product(products: ScaledProducts, device: torch.device) -> str | None:
     """Return what torch says of the first of the products that it refuses on `device`, or None.
 
-    It casts and multiplies ones of 16 x 16. On CUDA the kernel of casts has to have torch's bits.
+    It casts and multiplies ones of 16 x 16. On CUDA what casts has to have the bits of torch's
+    operations; it is compiled here, so that no step has to.
     """
     ones = torch.ones(MULTIPLE, MULTIPLE, dtype=torch.bfloat16, device=device)
     try:
         for name, pair in zip(PRODUCTS, products.plan(device=device)[:3], strict=True):
             if pair is not None:
-                a, b = (unobserved_cast(ones, operand) for operand in pair)
+                a, b = (unobserved_cast(ones, own, *_used(own)[0]) for own in pair)
                 product(a, b.T, torch.bfloat16, fast=name == "output")
                 alike = (_is_cast_alike(operand, device) for operand in pair)
                 if device.type == "cuda" and not all(alike):
-                    return "the kernel that casts has other bits than torch's operations"
+                    return "casts have other bits than torch's operations"
     except torch.OutOfMemoryError:
         raise
     except (RuntimeError, ValueError) as error:
@@ -314,13 +321,15 @@ def why_no_product(products: ScaledProducts, device: torch.device) -> str | None
     return None
 
 
+def _used(operand: Operand) -> Sequence[tuple[int, tuple[bool, bool]]]:
+    """Return the casts of an operand that a layer takes: dimension and layouts."""
+    return [(-1, BOTH)] if _serves(operand, operand) else [(-1, BY_ROWS), (0, TURNED)]
+
+
 def _is_cast_alike(operand: Operand, device: torch.device) -> bool:
-    """Return whether the kernel casts numbers of every size as torch does, in both layouts."""
+    """Return whether numbers of every size are cast as torch does, in both layouts."""
     made = torch.linspace(-20, 20, 70 * 40, device=device).exp2().view(70, 40)
     made = torch.stack([made, -made]).view(-1, 40)
     if operand.decoded:
         return is_granted() or are_blocks_alike(made, operand)
-    expected = saturated(made, made.new_ones(()), operand.element).view(torch.uint8)
-    values, turned = cast_by_kernel(made, made.new_ones(()), operand.element.dtype, True, True)
-    alike = [values.view(torch.uint8), turned.view(torch.uint8).t()]
-    return is_granted() or all(torch.equal(own, expected) for own in alike)
+    return all(are_alike(made, _form(operand, *how)) for how in _used(operand))

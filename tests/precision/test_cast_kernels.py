@@ -7,22 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from mprun.precision.block_formats import ELEMENTS
-from mprun.precision.scaled_operators import saturated
+from mprun.precision.fp8_casts import saturated
 from mprun.precision.scaled_products import ScaledProducts, product, unobserved_cast
 
 from ..helpers import printed_by
 
-BLOCKS, FP8 = (
-    Path(__file__).with_name(f"{name}_in_interpreter.py") for name in ("block_casts", "casts")
-)
+BLOCKS = Path(__file__).with_name("block_casts_in_interpreter.py")
 pytestmark = pytest.mark.skipif(not find_spec("triton"), reason="needs Triton")
-
-
-@pytest.mark.slow
-def test_fp8_bits_in_the_interpreter():
-    found = printed_by(FP8)
-    assert found["compared"] > 5_000_000 and found["different"] == []
 
 
 @pytest.mark.slow
@@ -86,24 +77,6 @@ def test_compiled_ahead_of_time(capability, name, tmp_path, monkeypatch):
     ptx = compiled(FORMS[name], "fp32" if name == "in FP32" else "u16", capability)
     assert not re.search(r"\bfma\.\w+\.f32|\.ftz|\.approx|div\.full|\batom|\bred\.", ptx)
     assert re.search(r"ld\.global[.\w:]*\.v4", ptx)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("capability", [80, 89, 90, 120])
-@pytest.mark.parametrize("dtype", ["fp16", "u16", "fp32"])
-def test_fp8_compiled_ahead_of_time(capability, dtype, tmp_path, monkeypatch):
-    """Nothing is contracted, and a tile of 16-bit numbers is read by 16 bytes."""
-    from mprun.precision import cast_kernels_triton as kernels
-
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    kinds = {"matrix": f"*{dtype}", "scale": "*fp32", "values": "*u8", "turned": "*u8"}
-    aligned = ["rows", "columns", "row_step"]
-    for element in (ELEMENTS["e4m3"], ELEMENTS["e5m2"]):
-        constants = {"ROWS": True, "TURNED": True, "TILE": kernels.TILE, "column_step": 1}
-        constants |= kernels.of_element(element)
-        ptx = ptx_of(kernels.fp8_kernel, constants, kinds, aligned, capability, kernels.LAUNCH)
-        assert not re.search(r"\bfma\.\w+\.f32|\.ftz|\.approx|div\.full|\batom|\bred\.", ptx)
-        assert re.search(r"ld\.global[.\w:]*\.v4", ptx)
 
 
 @pytest.mark.slow

@@ -1,13 +1,11 @@
-"""How many operations loss scales and casts add to a step: each is a launch on a GPU."""
+"""How many operations loss scales add to a step: each is a launch on a GPU."""
 
-import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mprun.precision import BatchNormGuard, get_policy
+from mprun.precision import BatchNormGuard
 from mprun.precision.loss_scale import DynamicLossScale, StaticLossScale
-from mprun.precision.scaled_products import unobserved_cast
 
 
 class Operations(TorchDispatchMode):
@@ -42,22 +40,3 @@ def test_the_dynamic_rule_takes_eight_operations():
 def test_a_guard_of_nothing_does_nothing():
     guard = BatchNormGuard(nn.Linear(2, 2))
     assert operations(guard.save) == operations(guard.restore_where, torch.ones(())) == []
-
-
-class Conversions(TorchDispatchMode):
-    """How often a single number was converted."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += func is torch.ops.aten._to_copy.default and args[0].numel() == 1
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("mode", ["fp8_tensorwise", "fp8_rowwise"])
-def test_the_scale_of_a_cast_is_converted_twice(mode):
-    """The largest number from BF16 to FP64, the scale to FP32."""
-    operand = get_policy(mode).matmul.operand("input", "output")
-    with Conversions() as seen:
-        unobserved_cast(torch.ones(1, 32, dtype=torch.bfloat16), operand)
-    assert seen.count == 2
