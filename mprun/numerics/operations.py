@@ -22,7 +22,7 @@ from mprun.numerics.trace import (
     tensors_in,
 )
 from mprun.precision import PrecisionPolicy, read_math_flags
-from mprun.precision.module_dtypes import chosen_dtypes, those_that_match
+from mprun.precision.module_dtypes import Choice, chosen_dtypes, those_that_match
 from mprun.precision.policy import DTYPES, dtype_name
 from mprun.record.memory import ActivationMemory, memory_by_kind
 from mprun.record.run_record import shares_text
@@ -74,7 +74,9 @@ class FirstStep(Collector):
         # Operation -> modules of FP32 products in the forward pass, without those kept in FP32.
         self.fp32_modules: dict[str, set[str]] = {}
         self.overrides = {pattern: DTYPES[dtype] for pattern, dtype in overrides.items()}
-        self._kept: set[str] = set()  # paths of modules that are to compute in FP32
+        # Paths of modules that are to compute in FP32, with those inside or on their own.
+        self._kept: set[str] = set()
+        self._kept_alone: set[str] = set()
         self._names: dict[str, str] = {}  # path of a module -> name inside its model
         # (operation and module, whether finite 16-bit operands gave an infinite result).
         self._infinite: list[tuple[str, Tensor]] = []
@@ -84,17 +86,18 @@ class FirstStep(Collector):
         self._trace = Trace(task, self)
 
     def __enter__(self) -> Self:
-        chosen: dict[str, torch.dtype] = {}
+        chosen: dict[str, Choice] = {}
         for prefix, learner in named_learners(self.task):
             model = learner.model
             own = {p: self.overrides[p] for p in those_that_match(model, self.overrides)}
             of_model = chosen_dtypes(model, own, "precision.overrides")
-            chosen |= {f"{prefix}{name}": choice.dtype for name, choice in of_model.items()}
+            chosen |= {f"{prefix}{name}".rstrip("."): choice for name, choice in of_model.items()}
         for path, name, module in named_modules(self.task):
-            self._names[path] = name
-            # The first: in every mode, by its recipe.
-            if getattr(module, "computes_in_fp32", False) or chosen.get(path) is torch.float32:
+            self._names[path], choice = name, chosen.get(path)
+            if getattr(module, "computes_in_fp32", False):  # in every mode, by its recipe
                 self._kept.add(path)
+            elif choice is not None and choice.dtype is torch.float32:
+                (self._kept_alone if choice.is_own else self._kept).add(path)
         self._before = [Counter(e.rerouted) for e in self._emulations]
         self.saved.__enter__()
         self._trace.__enter__()
@@ -236,8 +239,9 @@ class FirstStep(Collector):
         self.rows[key] = OperationRow(*map(add, self.rows.get(key, OperationRow()), row))
         if phase == "forward" and name in PRODUCTS and dtype in _FP32:
             modules = self._modules()
-            if self._kept.isdisjoint(modules):
-                self.fp32_modules.setdefault(name, set()).add((modules or [""])[-1])
+            inside = (modules or [""])[-1]
+            if self._kept.isdisjoint(modules) and inside not in self._kept_alone:
+                self.fp32_modules.setdefault(name, set()).add(inside)
 
     def _finite(self, operation: Operation) -> Tensor | None:
         """Return whether all operands are finite; None: no forward operation that can overflow."""

@@ -4,6 +4,9 @@ Glob patterns over module names select modules, for `precision.overrides` as for
 pattern means what it matches and all that is inside. A module that is never called, such as a
 `ModuleList`, has no border: the modules in it have. Its parameters follow the module around it,
 which computes with them.
+
+A name that ends with `forward` means what this function of a module computes itself, without the
+modules inside: "blocks.0.attention.forward", and "forward" of the model. No module can have it.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -27,13 +30,18 @@ from mprun.torch_private import (
 )
 
 NORM_LAYERS = (BatchOrInstanceNorm, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.LocalResponseNorm)
+FORWARD = "forward"
 
 
 class Choice(NamedTuple):
-    """The override of a module; is_named: of a pattern that matches it, not a module around it."""
+    """The override of a module.
+
+    is_named: of a pattern that matches it, not a module around it. is_own: not of those inside.
+    """
 
     dtype: torch.dtype
     is_named: bool
+    is_own: bool = False
 
 
 # Module name -> its override, of those that have one. A module with several names has the first.
@@ -63,9 +71,23 @@ def _named(model: nn.Module) -> list[tuple[str, str]]:
     return [(name, first[id(module)]) for name, module in every if name]
 
 
+def own_forward(module: str) -> str:
+    """Return the name of what a module's `forward` computes itself."""
+    return f"{module}.{FORWARD}".lstrip(".")
+
+
+def _module_pattern(pattern: str) -> str | None:
+    """Return the pattern of the modules whose own `forward` is meant; None: whole modules are."""
+    return None if pattern.rpartition(".")[2] != FORWARD else pattern[: -len(FORWARD)].rstrip(".")
+
+
 def _names_like(model: nn.Module, pattern: str) -> list[str]:
-    found = (first for name, first in _named(model) if fnmatchcase(name, pattern))
-    return list(dict.fromkeys(found))
+    """Return the first names of the modules that a pattern matches; "" is the model."""
+    inside = _module_pattern(pattern)
+    if inside == "":
+        return [""]
+    wanted = pattern if inside is None else inside
+    return list(dict.fromkeys(own for name, own in _named(model) if fnmatchcase(name, wanted)))
 
 
 def those_that_match(model: nn.Module, patterns: Iterable[str]) -> list[str]:
@@ -89,17 +111,24 @@ def chosen_dtypes(
     """Return the overrides of modules: by the last pattern that matches the module, or else the
     nearest module around it. Of a module with several names the last of these patterns counts.
 
-    What is never called follows the module around it, see `computes`.
+    What is never called follows the module around it, see `computes`. A pattern of the own
+    `forward` of modules goes before one of whole modules.
 
     Raises:
         ValueError: A pattern matches no module, or none that is called.
     """
     modules = dict(model.named_modules())
     order = {pattern: place for place, pattern in enumerate(overrides)}
+    owns: dict[str, Choice] = {}
     for pattern in overrides:
         matched = matching_modules(model, pattern, key)
-        if not any(called_in(name, modules[name]) for name in matched):
+        is_own = _module_pattern(pattern) is not None
+        called = [name for name in matched if computes(modules[name])]
+        if not (called if is_own else any(called_in(name, modules[name]) for name in matched)):
             _refuse_uncalled(modules, matched[0], f"{key}: {pattern!r}")
+        if is_own:
+            owns |= {name: Choice(overrides[pattern], True, True) for name in called}
+            del order[pattern]
     # Name -> (whether a pattern matches it, the place of the last pattern), the larger counts.
     found: dict[str, tuple[bool, int]] = {}
     of_names: dict[str, tuple[bool, int]] = {"": (False, -1)}
@@ -113,7 +142,7 @@ def chosen_dtypes(
         name: Choice(dtypes[place], is_named)
         for name, (is_named, place) in found.items()
         if place >= 0
-    }
+    } | owns
     for name, module in modules.items():
         if not computes(module):
             chosen.pop(name, None)
@@ -132,10 +161,13 @@ def _caller(modules: Mapping[str, nn.Module], name: str) -> str:
 
 
 def _refuse_uncalled(modules: Mapping[str, nn.Module], name: str, what: str) -> None:
-    kind, outer = type(modules[name]).__name__, _caller(modules, name)
+    kind = type(modules[name]).__name__
+    if not name:
+        raise ValueError(f"{what}: the model is a {kind} that is never called")
+    outer = _caller(modules, name)
     whose = f"{outer} computes with its parameters; override {outer}"
     if not outer:
-        whose = "the model itself computes with its parameters; put them into a module of their own"
+        whose = f"the model itself computes with its parameters; override {FORWARD}"
     if not any(True for _ in modules[name].parameters()):
         whose = "it is empty"
     raise ValueError(f"{what} matches {name}, a {kind} that is never called: {whose}")
@@ -208,10 +240,13 @@ def cast_around_modules(model: nn.Module, policy: PrecisionPolicy, chosen: Chose
     """
     running, base = _Running(), policy.autocast_dtype or policy.param_dtype
     borders: dict[torch.dtype, _Border] = {}
+    owns = [f"{name}." if name else "" for name, choice in chosen.items() if choice.is_own]
     for name, module in model.named_modules():
         if getattr(module, "computes_in_fp32", False) or not computes(module):
             continue  # the first: in every mode, and its results are losses
         choice, dtype = chosen.get(name), dtype_of(name, module, policy, chosen)
+        if choice is None and name.startswith(tuple(owns)):
+            choice = Choice(base, False)  # of the mode, whatever the module around it computes in
         if isinstance(module, BatchNorm):
             # It takes half activations with FP32 parameters and statistics as it is: cuDNN's and
             # the CPU's kernels read half, compute in FP32 and store half (section 3.3).
@@ -225,6 +260,8 @@ def cast_around_modules(model: nn.Module, policy: PrecisionPolicy, chosen: Chose
         if casts:
             autocast = policy.autocast_dtype is not None
             border = borders.setdefault(dtype, _Border(dtype, base, autocast, running))
+            if not name and choice is not None:  # outside of the model is FP32
+                border = _Border(dtype, torch.float32, autocast, running)
             # No closure: a deep copy of the model has to compute with its own module.
             module.forward = partial(_forward_in, _forward_of(module), border)
 
@@ -289,10 +326,10 @@ def refuse_without_effect(
 
     A pattern with a wildcard may match such modules beside others. key: names the overrides.
     """
-    for name, (dtype, _) in chosen_dtypes(model, overrides, key).items():
+    for name, choice in chosen_dtypes(model, overrides, key).items():
         fixed = getattr(model.get_submodule(name), "computes_in_fp32", False)
-        if fixed and dtype is not torch.float32 and name in overrides:
-            asked = str(dtype).removeprefix("torch.")
+        if fixed and choice.dtype is not torch.float32 and name in overrides:
+            asked = str(choice.dtype).removeprefix("torch.")
             raise ValueError(
                 f"{key}.{name}={asked}: computes in FP32 in {policy.name} (allowed: fp32)"
             )

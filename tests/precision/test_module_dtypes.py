@@ -138,3 +138,69 @@ def test_a_layer_is_computed_anew_as_it_was(mode, kind):
         trained(model, mode, {"parts": F32})
         found.append([own.grad for own in model.parameters()])
     assert all(map(torch.equal, *found))
+
+
+class Between(nn.Module):
+    """Layers, and between them products with a parameter that FP16 cannot hold."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.last = Layer(), nn.LayerNorm(4), Layer()
+        self.gain = nn.Parameter(torch.full((4,), 3e5))
+
+    def forward(self, x):
+        self.given = self.first(x)
+        self.scaled = self.norm(self.given) * self.gain
+        return self.last(torch.tanh(self.scaled * 1e-5)) * (self.gain * 1e-4)
+
+
+class Outer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.end = Between(), Layer()
+
+    def forward(self, x):
+        return self.end(self.inner(x) * 1e-2)
+
+
+@pytest.mark.parametrize("mode", ["fp16_master", "fp16_naive", "amp", "bf16_stochastic"])
+@pytest.mark.parametrize("patterns", [["forward"], ["forward", "inner.forward"], ["i*r.forward"]])
+def test_a_forward_is_overridden_without_the_modules_that_it_calls(patterns, mode):
+    """The products with 3e5 are FP32's, those of the layers in the mode."""
+    half, model = get_policy(mode).half_dtype, Between() if patterns == ["forward"] else Outer()
+    inner = getattr(model, "inner", model)
+    _, outputs = trained(model, mode, dict.fromkeys(patterns, F32))
+    assert inner.scaled.dtype is F32
+    assert is_half(inner.given, half)
+    assert inner.scaled.abs().max() > 65504
+    if inner is model:  # not rounded on its way out, either
+        assert not is_half(outputs, half)
+    else:
+        assert is_half(outputs, half)
+    if mode != "amp":
+        assert {own.seen for own in model.modules() if isinstance(own, Layer)} == {half}
+
+
+@pytest.mark.parametrize("mode", ["fp16_master", "amp"])
+def test_the_modules_inside_keep_their_own_override(mode):
+    model = Between()
+    trained(model, mode, {"last": BF16, "*": F32, "forward": F32})
+    whole = {name: own.seen for name, own in model.named_modules() if isinstance(own, Layer)}
+    assert whole == {"first": F32, "last": F32}
+    chosen = chosen_dtypes(Outer(), {"inner": BF16, "inner.forward": F32}, "")
+    assert chosen["inner"] == (F32, True, True)
+    assert chosen["inner.first"] == (BF16, False, False)
+    assert "" not in chosen
+    assert "end" not in chosen
+
+
+@pytest.mark.parametrize(
+    ("pattern", "says"),
+    [("parts.forward", "a ModuleList that is never called"), ("part.forward", "no module")],
+)
+def test_a_forward_of_nothing_is_refused(pattern, says):
+    model = Net(nn.ModuleList([Layer()]), in_turn)
+    with raises_line(ValueError, f"'{pattern}'", says):
+        mixed(model, "bf16_master", overrides={pattern: F32})
+    with raises_line(ValueError, "'forward'", "the model is a ModuleList"):
+        mixed(nn.ModuleList([Layer()]), "bf16_master", overrides={"forward": F32})
