@@ -11,17 +11,24 @@ from enum import StrEnum
 from typing import Any, Self
 
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from mprun.numerics.state import named_modules
+from mprun.prepared.nodes import leaves
 from mprun.torch_private import (
     DisableTorchFunction,
     OpOverload,
     TorchDispatchMode,
+    autograd_node,
     graph_task,
     schema_of,
     tree_leaves,
 )
+
+
+LOSS = "loss"  # in place of a module
+_MARK = "mprun.module"
 
 
 class Phase(StrEnum):
@@ -47,7 +54,13 @@ class Operation:
 
 
 class Collector:
-    """Base of the observers of a `Trace`: each method does nothing."""
+    """Base of the observers of a `Trace`: each method does nothing.
+
+    marks: backward operations get the module whose forward pass they belong to; each module's part
+    of the graph is walked for it.
+    """
+
+    marks = False
 
     def before(self, operation: Operation) -> Any:
         """Look before the call writes to anything; `after` is given what this returns."""
@@ -61,19 +74,24 @@ class Collector:
     def leave(self, module: nn.Module, path: str, inputs: tuple, outputs: Any) -> None:
         """Look at a module after its forward pass; outputs: None where it raised."""
 
+    def marked(self, node: Node, path: str) -> None:
+        """Look at an operation of autograd's graph that has got a module."""
+
 
 class Trace:
     """Show a collector each operation and module of a step of `task` inside the block.
 
     An emulated operation is shown as the network calls it, and not again as the emulation computes
     it. There are two modes: the context enters one below its emulations, and the other is silent
-    for that time. `modules`: paths of the running modules, the outermost first.
+    for that time. `modules`: paths of the running modules, the outermost first. `paths`: those of
+    all modules, by id.
     """
 
     def __init__(self, task: Any, collector: Collector):
         self.forward_context, self.collector = task.forward_context, collector
         self.modules: list[str] = []
-        self._paths = {id(module): path for path, _, module in named_modules(task)}
+        self.paths = {id(module): path for path, _, module in named_modules(task)}
+        self._backward_of = ""
         self._forwarded = self._propagated = False
         self._inner, self._outer = _Mode(self._run), _Mode(self._run_outside)
 
@@ -94,8 +112,17 @@ class Trace:
 
     @property
     def module(self) -> str:
-        """Return the path of the innermost running module, "" outside of modules."""
-        return self.modules[-1] if self.modules else ""
+        """Return the path of the innermost running module, "" outside of modules.
+
+        In a backward pass it is the one whose forward pass it belongs to, or LOSS; "" without
+        marks.
+        """
+        if not (in_backward() and self.collector.marks):
+            return self.modules[-1] if self.modules else ""
+        node = autograd_node()
+        if _computes(node):
+            self._backward_of = _marks(node).get(_MARK, LOSS)
+        return self._backward_of
 
     @property
     def phase(self) -> Phase:
@@ -122,16 +149,42 @@ class Trace:
         return operation.result
 
     def _enter(self, module: nn.Module, inputs: tuple) -> None:
-        if id(module) not in self._paths and not self.modules:
+        if id(module) not in self.paths and not self.modules:
             # The model's copy that an evaluation uses has the same names.
             for name, inside in module.named_modules():
-                self._paths.setdefault(id(inside), name)
+                self.paths.setdefault(id(inside), name)
+        if self.collector.marks:
+            self._mark(inputs, self.modules[-1] if self.modules else "")
         self.collector.enter(module, inputs)
         self._forwarded, self._propagated = True, False
-        self.modules.append(self._paths.get(id(module), type(module).__name__))
+        self.modules.append(self.paths.get(id(module), type(module).__name__))
 
     def _leave(self, module: nn.Module, inputs: tuple, outputs: Any) -> None:
-        self.collector.leave(module, self.modules.pop(), inputs, outputs)
+        path = self.modules.pop()
+        if self.collector.marks:
+            self._mark(outputs, path)
+        self.collector.leave(module, path, inputs, outputs)
+
+    def _mark(self, tree: Any, path: str) -> None:
+        """Mark autograd's nodes behind these tensors, unless an inner module has marked them."""
+        todo: list[Any] = [tensor.grad_fn for tensor in tensors_in(tree)]
+        while todo:
+            node = todo.pop()
+            if not _computes(node) or _MARK in _marks(node):
+                continue
+            # At the end of a model the gradient is still that of the loss.
+            where = _marks(node)[_MARK] = LOSS if leaves(node) else path
+            self.collector.marked(node, where)
+            todo.extend(before for before, _ in node.next_functions)
+
+
+def _computes(node: Node | None) -> bool:
+    """Return whether the node is an operation, not the end of the graph at a weight."""
+    return node is not None and not hasattr(node, "variable")
+
+
+def _marks(node: Node) -> dict[str, str]:
+    return node.metadata  # type: ignore[return-value]  # declared as a method, and is a dictionary
 
 
 class _Mode(TorchDispatchMode):
@@ -160,7 +213,7 @@ UNWRITTEN = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_str
 _OVERWRITING = {"copy_", "_foreach_copy_", "fill_", "zero_", "_foreach_zero_", "set_"}
 _OVERWRITING |= {"normal_", "uniform_", "bernoulli_", "exponential_", "random_"}
 # The argument that is divided by, or whose logarithm is taken.
-_SINGULAR_AT_ZERO = {
+SINGULAR_AT_ZERO = {
     **dict.fromkeys(("div", "div_", "_foreach_div", "_foreach_div_", "true_divide"), 1),
     **dict.fromkeys(("addcdiv", "addcdiv_", "_foreach_addcdiv", "_foreach_addcdiv_"), 2),
     **dict.fromkeys(("reciprocal", "_foreach_reciprocal", "rsqrt", "pow"), 0),
@@ -190,7 +243,7 @@ def operands(operation: Operation) -> Iterator[Operand]:
         value = args[position] if position < len(args) else operation.kwargs.get(argument.name)
         written = argument.alias_info is not None and argument.alias_info.is_write
         read = not (written and (name in _OVERWRITING or argument.kwarg_only))
-        singular = position == _SINGULAR_AT_ZERO.get(name)
+        singular = position == SINGULAR_AT_ZERO.get(name)
         listed = value if isinstance(value, (list, tuple)) else None
         for index, entry in enumerate([value] if listed is None else listed):
             if isinstance(entry, Tensor):

@@ -24,7 +24,6 @@ from mprun.numerics.trace import (
     Operation,
     Phase,
     Trace,
-    in_backward,
     operands,
     storage_of,
     tensors_in,
@@ -32,9 +31,7 @@ from mprun.numerics.trace import (
 from mprun.precision import scaled_products
 from mprun.precision.policy import dtype_name
 from mprun.precision.scaled_products import Cast
-from mprun.prepared.nodes import leaves
 from mprun.torch_private import (
-    autograd_node,
     disable_dispatch_modes,
     schema_of,
     sparse_values,
@@ -42,7 +39,6 @@ from mprun.torch_private import (
 )
 
 INPUTS = "the inputs"  # of a model, in place of a tensor's name
-_MARK = "mprun.module"
 _RAMPS = 50  # most events with a separate ramp
 # In these operations, entry i of each list depends on entry i of the others alone.
 _PER_ENTRY = ("_foreach_", "_fused_", "_amp_foreach_")
@@ -114,6 +110,8 @@ class Observation(Collector):
     ramp: by (phase, module), in order of execution. ramps: the ramp at each of the first events.
     """
 
+    marks = True
+
     def __init__(self, built):
         self.built = built
         self.events: list[Event] = []
@@ -123,7 +121,6 @@ class Observation(Collector):
         self._tainted: dict[int, tuple[Tensor, Set[int]]] = {}
         self._labels: dict[int, str] = {}
         self._inputs: list[Tensor] = []  # of the models
-        self._where = ""
         self._of_module: dict[str, set[int]] = {}
         # Storage of a cast to 8 bits -> the cast tensor, and the facts on its source.
         self._casts: dict[int, tuple[Tensor, _Inputs]] = {}
@@ -153,7 +150,6 @@ class Observation(Collector):
             self._labels[value.data_ptr()] = name
 
     def enter(self, module: nn.Module, inputs: tuple) -> None:
-        self._claim(inputs, self._trace.module)
         if not self._trace.modules:
             for own in floats(inputs):
                 self._inputs.append(own)  # so that no other tensor takes its address
@@ -162,7 +158,6 @@ class Observation(Collector):
     def leave(self, module: nn.Module, path: str, inputs: tuple, outputs: Any) -> None:
         if outputs is None:
             return
-        self._claim(outputs, path)
         if any(module.children()):
             return
         with disable_dispatch_modes():  # the emulated LSTM, for one, shows only here
@@ -171,18 +166,9 @@ class Observation(Collector):
             place = (Phase.FORWARD, path, type(module).__name__, "output")
             self._look_at_kernel(place, made, read, known)
 
-    def _claim(self, tree, path: str) -> None:
-        """Mark autograd's nodes behind these tensors, unless an inner module has marked them."""
-        todo: list[Any] = [tensor.grad_fn for tensor in tensors_in(tree)]
-        while todo:
-            node = todo.pop()
-            if not _computes(node) or _MARK in _marks(node):
-                continue
-            # At the end of a model the gradient is still that of the loss.
-            where = _marks(node)[_MARK] = "loss" if leaves(node) else path
-            if isinstance(node, BackwardCFunction):
-                node.register_hook(partial(self._look_at_node, type(node).__name__, where))
-            todo.extend(before for before, _ in node.next_functions)
+    def marked(self, node: Node, path: str) -> None:
+        if isinstance(node, BackwardCFunction):
+            node.register_hook(partial(self._look_at_node, type(node).__name__, path))
 
     def _look_at_node(self, name: str, path: str, gradients: tuple, outputs: tuple) -> None:
         with disable_dispatch_modes():
@@ -218,7 +204,7 @@ class Observation(Collector):
         name = operation.name
         if name in UNWRITTEN or operation.func.is_view:
             return
-        phase, where = self._trace.phase, self._module_now()
+        phase, where = self._trace.phase, self._trace.module
         with disable_dispatch_modes():
             written: list[tuple[int | None, Tensor]] = list(enumerate(floats(operation.result)))
             if kept is not None:
@@ -303,14 +289,6 @@ class Observation(Collector):
         if known is None or math.isfinite(known.value) and not value <= known.value:
             self.ramp[phase, where] = Largest(phase, where, value, dtype_name(tensor.dtype))
 
-    def _module_now(self) -> str:
-        if not in_backward():
-            return self._trace.module
-        node = autograd_node()
-        if _computes(node):
-            self._where = _marks(node).get(_MARK, "loss")
-        return self._where
-
     def _label(self, tensor: Tensor, operation: Operation, index: int | None, phase: str) -> str:
         """Return the name of the weight, state or input that this is, or is computed with."""
         places = [tensor.data_ptr()]
@@ -319,15 +297,6 @@ class Observation(Collector):
                 places.append(values_of(one.tensor).data_ptr())
         other = "gradient" if phase in (Phase.BACKWARD, Phase.UNSCALE) else "output"
         return next((self._labels[place] for place in places if place in self._labels), other)
-
-
-def _computes(node: Node | None) -> bool:
-    """Return whether the node is an operation, not the end of the graph at a weight."""
-    return node is not None and not hasattr(node, "variable")
-
-
-def _marks(node: Node) -> dict[str, str]:
-    return node.metadata  # type: ignore[return-value]  # declared as a method, and is a dictionary
 
 
 def floats(tree) -> list[Tensor]:
