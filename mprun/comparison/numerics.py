@@ -18,19 +18,17 @@ from matplotlib.axes import Axes
 from mprun.comparison.findings import Group
 from mprun.errors import Damaged
 from mprun.numerics.exponent_shares import AppliedUpdates, LostUpdates, merged, ratio
+from mprun.numerics.loss_scale_range import Gradients, ScaleRange, scale_range
 from mprun.numerics.probe_record import (
     FOLDER,
     GRADIENT_KINDS,
     KINDS,
     Agreement,
-    Gradients,
     LearnerProbe,
     ProbeRecord,
-    ScaleRange,
     TensorStats,
     halves_before,
     read_probe,
-    scale_range,
 )
 from mprun.plots.panel import GREY, INK, Drawing, Style, line_entry, mark_entry, panel, power_of_two
 from mprun.record.seal import BrokenSeal, files_of

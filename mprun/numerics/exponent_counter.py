@@ -121,13 +121,13 @@ def _keys(bits: Tensor) -> Tensor:
 SAMPLED_FROM = 1 << 18
 
 
-def sampling_stride(tensor: Tensor) -> int:
-    """Return 1 up to 2^18 values, else the smallest stride that keeps at most so many.
+def sampling_stride(tensor: Tensor, most: int = SAMPLED_FROM) -> int:
+    """Return 1 up to `most` values, else the smallest stride that keeps at most so many.
 
     It has no common factor with a dimension: otherwise it would hit the same few channels again and
     again.
     """
-    stride = -(-tensor.numel() // SAMPLED_FROM) or 1
+    stride = -(-tensor.numel() // most) or 1
     while stride > 1 and any(gcd(stride, size) > 1 for size in tensor.shape):
         stride += 1
     return stride

@@ -123,6 +123,13 @@ class ExponentCounts:
         found = (underflow, below_normal - underflow, overflow)
         return Shares(*(ratio(int(count), total) for count in found))
 
+    def sums(self, log2_scale: int = 0) -> tuple[float, float]:
+        """Return the part of the sum of magnitudes that FP16 makes zero at 2^log2_scale, and the
+        sum, to about 10 %: all mantissas count as 1.5, and 2^-25 itself, the one tie, is kept."""
+        exponents = np.arange(LOWEST, HIGHEST + 1)
+        sums = self.by_class().sum(axis=1) * np.exp2(exponents.astype(np.float64))
+        return float(sums[exponents + log2_scale < FP16_LOST].sum()), float(sums.sum())
+
     def merge(self, other: "ExponentCounts") -> "ExponentCounts":
         return ExponentCounts(self.bins + other.bins)
 

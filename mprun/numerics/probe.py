@@ -27,6 +27,7 @@ from mprun.numerics.exponent_counter import (
     sampling_stride,
 )
 from mprun.numerics.exponent_shares import BINS, AppliedUpdates, ExponentCounts
+from mprun.numerics.operation_ranges import OperationRanges
 from mprun.numerics.probe_record import KINDS, LearnerProbe, TensorStats
 from mprun.numerics.state import Learner
 from mprun.precision import DTYPE_NAMES
@@ -99,6 +100,7 @@ class Probe:
         self.lost: dict[tuple[str, str], Tensor] = {}
         self.meters: dict[str, UpdateMeter] = {}
         self.applied: dict[tuple[str, str], Tensor] = {}
+        self.ranges = OperationRanges(task, self.tally)
         self._handles: list = []
         self._gathered: set[int] = set()  # ids of whole weights of shards that are watched
 
@@ -128,9 +130,11 @@ class Probe:
                 self.before.append(((name, inside), values, stride, updated))
             names = [own for own in named if owner(own, chosen) is not None]
             self.meters[name] = UpdateMeter(steps, names)
+        self.ranges.__enter__()
         return self
 
     def __exit__(self, kind, error, traceback) -> None:
+        self.ranges.__exit__(kind, error, traceback)
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -192,7 +196,8 @@ class Probe:
 
     def read(self, scalars: Sequence[Tensor]) -> tuple[dict[str, LearnerProbe], list[float]]:
         """Return (learner -> measurements, 0-dim `scalars` as floats); wait for the device once."""
-        tally, keys = self.tally, list(self.tally.counts)
+        tally, keys, count = self.tally, list(self.tally.counts), len(scalars)
+        scalars = [*scalars, *self.ranges.scalars()]
         singles = [x.double() for x in (*(tally.amax[key] for key in keys), *scalars)]
         floats = torch.cat([torch.stack(singles), *self.applied.values()])
         integers = [*(tally.counts[key] for key in keys), *self.lost.values()]
@@ -208,6 +213,7 @@ class Probe:
         applied = {key: AppliedUpdates(*islice(sums, 3)) for key in self.applied}
         outcomes = zip(self.lost, rows[len(keys) :], strict=True)
         lost = {key: read_counts(row.tolist()) for key, row in outcomes}
+        between = self.ranges.read(stats, values[len(keys) + count : ends])
 
         def modules(of: Mapping[Any, Any], *start: str) -> dict[str, Any]:
             return {m: of[*start, m] for m in self.chosen[start[0]] if (*start, m) in of}
@@ -217,11 +223,13 @@ class Probe:
                 loss_scale_names(self.task, name),
                 {kind: modules(stats, name, kind) for kind in KINDS},
                 modules(lost, name),
-                applied_updates=modules(applied, name),
+                None,
+                modules(applied, name),
+                *between[name],
             )
             for name in self.chosen
         }
-        return learners, values[len(keys) : ends]
+        return learners, values[len(keys) : len(keys) + count]
 
 
 def loss_scale_names(task, learner: str) -> tuple[str, ...]:

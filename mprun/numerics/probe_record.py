@@ -13,6 +13,11 @@ the reverse, a step that is both has both. Kinds of tensors:
                             loss scale, in the dtype of the parameter
     updates                 weights after the step minus weights before it, in FP32
 
+Operations between modules are those that a module calls itself, between its calls of others: scores
+of attention, a scaling. Layers of torch have their outputs above. Of each learner a probe keeps
+MOST rows a phase by each of four measures: the largest results, the least that FP16 would keep of
+their sum, the smallest divisors, the overflows.
+
 Several dtypes are joined by "+"; amax is infinite or NaN if a value is; `exponent_shares` explains
 the four classes of a histogram. Sums over modules are not stored.
 
@@ -22,27 +27,18 @@ for updates, which are formed for the counted weights alone.
 lost_updates and applied_updates have the stride of the weights. lost_updates has no weights of a
 run that stores them with stochastic rounding or a compensation, applied_updates only weights that
 are updated in 16 bits.
-
-Everything about loss scales is asked in powers of two k: what would become of the gradients of the
-unscaled loss, times 2^k, when they are rounded to FP16?
 """
 
 import json
 import math
 import re
-from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-
-import numpy as np
+from typing import Any, NamedTuple
 
 from mprun.errors import Damaged
 from mprun.numerics.exponent_shares import (
-    FP16_LOST,
-    HIGHEST,
-    LOWEST,
     AppliedUpdates,
     ExponentCounts,
     LostUpdates,
@@ -58,6 +54,8 @@ from mprun.record.seal import content_of, files_of
 AFTER_ROUNDING = "measured after rounding: probe in fp32 or use numerics.shadow_every"
 VERSION = 1
 KINDS = ("weights", "inputs", "activations", "activation_gradients", "weight_gradients", "updates")
+# Inputs and outputs of modules are kept from here on, 32 times below FP16's largest.
+NOTABLE = 2048.0
 GRADIENT_KINDS = ("activation_gradients", "weight_gradients")  # multiplied by the loss scale
 FOLDER = "numerics"
 _NAME = re.compile(r"step-(\d{8,})\.json$")
@@ -120,6 +118,72 @@ def halves_before(kind: str, dtypes: Mapping[str, str]) -> set[str]:
     return found & {"fp16", "bf16"}
 
 
+PHASES = ("forward", "loss", "backward")
+MOST = 12  # rows of a phase by each measure
+
+
+class Place(NamedTuple):
+    """Where an operation between modules ran: a phase, the module that calls it, its ATen name.
+
+    module: "" is the model itself; operations of the loss have "loss". In a backward pass it is the
+    module of the forward pass.
+    """
+
+    phase: str
+    module: str
+    operation: str
+
+    def __str__(self) -> str:
+        where = {"": "the model itself", "loss": "the loss"}.get(self.module, self.module)
+        return f"{self.operation} in {where}"
+
+
+@dataclass(frozen=True, slots=True)
+class OperationStats:
+    """The results of an operation in a module; amax of `stats`: of the finite ones.
+
+    Infinities that the code itself sets, as a mask does, are none of its results, and neither is
+    the largest number of their dtype. divisor: smallest magnitude, not 0, by which it divides or of
+    which it takes the logarithm; None: it does neither. overflows: its calls that made of finite
+    numbers others.
+    """
+
+    stats: TensorStats
+    divisor: float | None = None
+    overflows: int = 0
+
+    def lost(self, log2_scale: int = 0) -> float:
+        """Return the part (0 to 1) of the sum of magnitudes that FP16 makes zero; NaN without."""
+        return ratio(*self.stats.counts.sums(log2_scale))
+
+    def merge(self, other: "OperationStats") -> "OperationStats":
+        divisors = [own for own in (self.divisor, other.divisor) if own is not None]
+        overflows = self.overflows + other.overflows
+        return OperationStats(self.stats.merge(other.stats), min(divisors, default=None), overflows)
+
+
+Operations = dict[Place, OperationStats]
+
+
+def most_notable(found: Operations) -> Operations:
+    """Return the rows that a probe keeps, by phase, the largest results first."""
+    measures: tuple[Callable[[OperationStats], float], ...] = (
+        lambda own: own.stats.amax,
+        lambda own: 0.0 if math.isnan(lost := own.lost()) else lost,
+        lambda own: 1 / own.divisor if own.divisor else 0.0,
+        lambda own: float(own.overflows),
+    )
+    kept: Operations = {}
+    for phase in PHASES:
+        rows = {place: own for place, own in found.items() if place.phase == phase}
+        names: set[Place] = set()
+        for measure in measures:
+            order = sorted(rows, key=lambda place: (-measure(rows[place]), place))[:MOST]
+            names.update(place for place in order if measure(rows[place]) > 0)
+        kept |= {p: rows[p] for p in sorted(names, key=lambda p: (-rows[p].stats.amax, p))}
+    return kept
+
+
 @dataclass(frozen=True, slots=True)
 class Agreement(Sums):
     """The gradients of a step against those of its FP32 shadow, as sums over the elements.
@@ -150,13 +214,19 @@ class Agreement(Sums):
 
 @dataclass(frozen=True, slots=True)
 class LearnerProbe:
-    """The measurements in one model. tensors: kind -> module -> stats, kinds as in KINDS."""
+    """The measurements in one model.
+
+    tensors: kind -> module -> stats, kinds as in KINDS. operations: those between modules. reach:
+    module -> largest finite input and output, where one is NOTABLE.
+    """
 
     loss_scales: tuple[str, ...] = ()
     tensors: dict[str, dict[str, TensorStats]] = field(default_factory=dict)
     lost_updates: dict[str, LostUpdates] = field(default_factory=dict)
     shadow: dict[str, Agreement] | None = None
     applied_updates: dict[str, AppliedUpdates] = field(default_factory=dict)
+    operations: Operations = field(default_factory=dict)
+    reach: dict[str, tuple[float, float]] = field(default_factory=dict)
 
     def total(self, kind: str) -> TensorStats | None:
         """Return the merge over all modules; None if nothing of this kind was measured."""
@@ -179,6 +249,12 @@ class LearnerProbe:
         of = f"; of the others in FP16: {', '.join(known)}" if known else ""
         after = "; underflow and overflow: measured after rounding" * ("fp16" in halves)
         return f"{start}zeros {100 * total.zeros:.3g} %{of}{after}"
+
+    def operations_in_words(self, phase: str) -> str:
+        """Return the largest results of operations between modules; "" if none was measured."""
+        rows = [one for one in self.operations.items() if one[0].phase == phase][:3]
+        found = ", ".join(f"{own.stats.amax:.3g} by {place}" for place, own in rows)
+        return f"operations between modules, {phase}: {found}" if found else ""
 
     def total_lost(self) -> LostUpdates:
         """Return the merge over all modules."""
@@ -208,7 +284,9 @@ class ProbeRecord:
         lines = [f"step {self.step}{', skipped' * self.skipped}"]
         for name, own in self.learners.items():
             of = f"{name}: " if len(self.learners) > 1 else ""
-            lines += [f"  {of}{text}" for kind in KINDS if (text := own.in_words(kind))]
+            texts = [own.in_words(kind) for kind in KINDS]
+            texts += [own.operations_in_words(phase) for phase in PHASES]
+            lines += [f"  {of}{text}" for text in texts if text]
         return "\n".join(lines)
 
 
@@ -270,6 +348,11 @@ def _learner(content: Mapping) -> LearnerProbe:
         counts, amax = ExponentCounts.from_json(found), float(found["amax"])
         return TensorStats(counts, amax, found["dtype"], int(found["stride"]))
 
+    def row(found: Mapping) -> tuple[Place, OperationStats]:
+        place = Place(*(str(found[name]) for name in Place._fields))
+        divisor = None if found["divisor"] is None else float(found["divisor"])
+        return place, OperationStats(stats(found), divisor, int(found["overflows"]))
+
     shadow = content["shadow"]
     return LearnerProbe(
         tuple(content["loss_scales"]),
@@ -277,6 +360,8 @@ def _learner(content: Mapping) -> LearnerProbe:
         _each(LostUpdates.from_json, content["lost_updates"]),
         None if shadow is None else _each(Agreement.from_json, shadow["modules"]),
         _each(AppliedUpdates.from_json, content["applied_updates"]),
+        dict(map(row, content.get("operations", []))),  # of 2026-11-29 and later
+        _each(lambda ends: (float(ends[0]), float(ends[1])), content.get("reach", {})),
     )
 
 
@@ -299,6 +384,11 @@ def _learner_to_json(learner: LearnerProbe) -> dict:
         start = {"dtype": stats.dtype, "stride": stats.stride, "amax": json_number(stats.amax)}
         return start | stats.counts.to_json()
 
+    def row(place: Place, own: OperationStats) -> dict:
+        divisor = None if own.divisor is None else json_number(own.divisor)
+        more = {"divisor": divisor, "overflows": own.overflows}
+        return place._asdict() | more | plain(own.stats)
+
     shadow = learner.shadow
     return {
         "loss_scales": list(learner.loss_scales),
@@ -306,130 +396,10 @@ def _learner_to_json(learner: LearnerProbe) -> dict:
         "lost_updates": _each(Sums.to_json, learner.lost_updates),
         "applied_updates": _each(Sums.to_json, learner.applied_updates),
         "shadow": None if shadow is None else {"modules": _each(Sums.to_json, shadow)},
+        "operations": [row(place, own) for place, own in learner.operations.items()],
+        "reach": _each(lambda ends: [json_number(end) for end in ends], learner.reach),
     }
 
 
 def _each(change: Callable[[Any], Any], values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: change(value) for name, value in values.items()}
-
-
-# Any FP32 value (exponents -149 to 127) measured at a scale of 2^-126 to 2^126 fits.
-_SMALLEST, _LARGEST = -300, 300
-
-
-class Gradients:
-    """Histograms of related gradients, each with the scale of its measurement.
-
-    If a histogram mixes gradients of losses with different scales, underflow uses the largest scale
-    and overflow the smallest: the worse case of both.
-    """
-
-    def __init__(self):
-        # (lowest, highest shift): log2 of the factor from a measured value to its value at scale 1.
-        self.parts: dict[tuple[float, float], TensorStats] = {}
-
-    def add(self, stats: TensorStats, log2_scales: Iterable[float]) -> None:
-        """Add a histogram measured with loss scales 2^s for each s of `log2_scales`."""
-        scales = list(log2_scales)
-        self.merge({(-max(scales), -min(scales)): stats})
-
-    def merge(self, parts: Mapping[tuple[float, float], TensorStats]) -> None:
-        """Add all histograms of another object's `parts`."""
-        for shifts, stats in parts.items():
-            known = self.parts.get(shifts)
-            self.parts[shifts] = stats if known is None else known.merge(stats)
-
-    @property
-    def nonzero(self) -> int:
-        """Return the number of finite non-zero elements, the base of the shares."""
-        return sum(stats.counts.nonzero for stats in self.parts.values())
-
-    @property
-    def zero_share(self) -> float:
-        """Return the part (0 to 1) of all elements that are exactly 0; no scale changes these."""
-        total = sum(stats.counts.total for stats in self.parts.values())
-        return ratio(sum(stats.counts.zeros for stats in self.parts.values()), total)
-
-    @property
-    def finite(self) -> bool:
-        """Return whether every value was finite, including uncounted ones."""
-        return all(math.isfinite(stats.amax) for stats in self.parts.values())
-
-    @property
-    def largest(self) -> float:
-        """Return the largest absolute value at scale 1."""
-        return max((s.amax * 2.0 ** shifts[1] for shifts, s in self.parts.items()), default=0.0)
-
-    def underflow(self, k: int) -> float:
-        """Return the part (0 to 1) of the non-zero elements that are zero in FP16 at scale 2^k.
-
-        NaN without any; of elements that are FP16 already it is at least this part.
-        """
-        lost = sum(
-            stats.counts.shares(math.floor(k + low)).underflow * stats.counts.nonzero
-            for (low, _), stats in self.parts.items()
-            if stats.counts.nonzero
-        )
-        return ratio(lost, self.nonzero)
-
-    def underflow_of_sum(self, k: int) -> float:
-        """Return the lost part of the sum of absolute values, to about 10 %."""
-        lost, total, exponents = 0.0, 0.0, np.arange(LOWEST, HIGHEST + 1)
-        for (low, _), stats in self.parts.items():
-            # All mantissas count as 1.5, and 2^-25 itself, the one tie, like the values above it.
-            sums = stats.counts.by_class().sum(axis=1) * np.exp2(exponents.astype(np.float64))
-            total += float(sums.sum()) * 2.0**low
-            lost += float(sums[exponents + math.floor(k + low) < FP16_LOST].sum()) * 2.0**low
-        return ratio(lost, total)
-
-    def lowest(self, share: float) -> int | None:
-        """Return the smallest k with at most `share` underflow; None without a gradient."""
-        if not self.nonzero:
-            return None
-        scales = range(_SMALLEST, _LARGEST)  # the share falls with k
-        return _SMALLEST + bisect_left(scales, True, key=lambda k: self.underflow(k) <= share)
-
-    def highest(self) -> int | None:
-        """Return the largest k at which nothing overflows; None without a gradient."""
-        known = [(stats.headroom, high) for (_, high), stats in self.parts.items()]
-        return min((math.floor(k - high) for k, high in known if k is not None), default=None)
-
-
-@dataclass(frozen=True, slots=True)
-class ScaleRange:
-    """The static loss scales 2^k for one set of gradients.
-
-    lowest: smallest k that keeps the underflow share of every kind at or below `share`. highest:
-    largest k at which nothing overflowed in any probe. headroom: powers of two to leave below that.
-    recommended: the middle of [lowest, top] (the upper one of two), or, if that is empty, top.
-    """
-
-    share: float
-    headroom: int
-    lowest: int
-    highest: int
-    recommended: int
-
-    @property
-    def top(self) -> int:
-        """Return the largest k that leaves the headroom."""
-        return self.highest - self.headroom
-
-    @property
-    def fits(self) -> bool:
-        """Return whether a scale keeps underflow below the share and leaves the headroom."""
-        return self.lowest <= self.top
-
-
-def scale_range(kinds: Iterable[Gradients], share: float, headroom: int) -> ScaleRange | None:
-    """Return the scales that suit all kinds at once; None if all gradients were zero."""
-    kinds = [kind for kind in kinds if kind.nonzero]
-    if not kinds:
-        return None
-    lowest = max(kind.lowest(share) or 0 for kind in kinds)  # known: the gradients are not 0
-    highest = min(kind.highest() or 0 for kind in kinds)
-    top = highest - headroom
-    # Below is silent underflow, above are skipped updates. The middle is farthest from both,
-    # because gradients shrink and peak over a whole run.
-    recommended = math.ceil((lowest + top) / 2) if lowest <= top else top
-    return ScaleRange(share, headroom, lowest, highest, recommended)

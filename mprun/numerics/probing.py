@@ -268,6 +268,7 @@ def show_probe(writer: "SummaryWriter", record: ProbeRecord) -> None:
     exponents of all non-zero finite values, one bucket each. Scalars (`_scalars`), each `/total`
     and `/MODULE`: shares in FP16 of the non-zero values (zeros: of all), headroom in powers of two.
     A share of nothing has no curve, nor has one of FP16 where the values were FP16 already.
+    `operations_PHASE_log2_amax/MODULE/OPERATION`: the largest results between modules.
     For a GAN the learner follows the slash.
     """
     from tensorboard.compat.proto.summary_pb2 import Summary
@@ -299,6 +300,10 @@ def _scalars(measured: LearnerProbe) -> Iterator[tuple[str, str, float | None]]:
             yield f"{kind}_zeros", name, stats.zeros
             yield f"{kind}_log2_amax", name, math.log2(stats.amax) if stats.amax else None
             yield f"{kind}_headroom", name, stats.headroom
+    for place, own in measured.operations.items():
+        power = math.log2(own.stats.amax) if own.stats.amax else None
+        name = "/".join(filter(None, (place.module, place.operation)))
+        yield f"operations_{place.phase}_log2_amax", name, power
     for name, lost in _with_total(measured.lost_updates):
         for format in FORMATS:
             yield f"lost_updates_{format}", name, lost.share(format)

@@ -26,7 +26,6 @@ from mprun.torch_private import (
     tree_leaves,
 )
 
-
 LOSS = "loss"  # in place of a module
 _MARK = "mprun.module"
 

@@ -2,6 +2,7 @@
 
 import math
 import shutil
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -162,7 +163,11 @@ def _forward(model, x, inplace):
 def test_operations_in_place_hide_nothing():
     """The same counts as with operations that leave their inputs alone: before, not after them."""
     plain, inplace = (probed(classifier(inplace))["model"] for inplace in (False, True))
-    assert plain == inplace
+    rows = inplace.operations.items()
+    assert plain.operations == {
+        place._replace(operation=place.operation.rstrip("_")): own for place, own in rows
+    }
+    assert replace(plain, operations={}) == replace(inplace, operations={})
     # ReLU ran twice: 2 * 6 * 8 values. What goes into it has negative values, so it is smaller.
     assert plain.tensors["activations"]["1"].counts.total == 96
     assert plain.tensors["activations"]["1"].counts.zeros > 0

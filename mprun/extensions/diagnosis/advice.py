@@ -4,14 +4,23 @@ Micikevicius et al., arXiv 1710.03740, section 3: master weights (3.1) where upd
 FP16 weights, loss scaling (3.2) where gradients underflow, FP32 where values exceed FP16's range.
 """
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
-from torch import nn
-
 from mprun.config.schema import OptimConfig, RunConfig
 from mprun.errors import BadInput
+from mprun.extensions.diagnosis.advised_regions import (
+    KeepFp32,
+    Key,
+    Layout,
+    Narrow,
+    Part,
+    Row,
+    modules_in_fp32,
+    operations_in_fp32,
+    size_of,
+    values_of,
+)
 from mprun.extensions.diagnosis.casts import CastAdvice
 from mprun.numerics.exponent_shares import (
     FORMATS,
@@ -21,16 +30,13 @@ from mprun.numerics.exponent_shares import (
     merged,
     ratio,
 )
+from mprun.numerics.loss_scale_range import Gradients, ScaleRange, scale_range
 from mprun.numerics.probe_record import (
     GRADIENT_KINDS,
-    Gradients,
     ProbeRecord,
-    ScaleRange,
-    TensorStats,
-    scale_range,
     tensors_of,
 )
-from mprun.precision.module_dtypes import NORM_LAYERS
+from mprun.numerics.trace import LOSS
 
 # A lost update is lost again at the next step as long as weight, gradient and rate stay similar.
 # Such weights stand still, and no later step averages that out. If one weight in a hundred loses
@@ -41,47 +47,10 @@ FEWEST_UPDATES = 1000
 # Powers of two between the recommended scale and the first overflow seen. Probes do not see the
 # gradients of later steps, nor those inside a module (an LSTM's gates).
 SCALE_HEADROOM = 2
-# Activations and weights closer than this to 65504, in powers of two, are kept in FP32 as a
-# precaution.
-VALUE_HEADROOM = 2
 _NORM_INPUT = 2.0**8  # its square is the first power of two beyond FP16
 _EPS = {"adam": 1e-8, "adamw": 1e-8, "adagrad": 1e-10, "rmsprop": 1e-8}
 GROWTH_INTERVAL = 2000  # of torch, apex and NVIDIA's guide: at most one skip in so many updates
-Key = tuple[str, str]  # learner, module
 ByKind = dict[str, dict[Key, Gradients]]
-_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-_PRODUCTS = (nn.Linear, nn.RNNBase, *_CONVOLUTIONS, *_TRANSPOSED)
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """The modules without modules inside, by learner, in the order of the model's definition.
-
-    products: linear, recurrent and convolution layers.
-    """
-
-    leaves: dict[str, tuple[str, ...]]
-    norms: frozenset[Key]
-    products: frozenset[Key]
-
-    def named(self, key: Key) -> str:
-        """Return the module's name, with the learner if there are several."""
-        return ": ".join(key if len(self.leaves) > 1 else key[1:])
-
-
-def layout(task) -> Layout:
-    leaves = {
-        (label, name): module
-        for label, learner in task.learners.items()
-        for name, module in learner.model.named_modules()
-        if name and not any(module.children())
-    }
-    return Layout(
-        {label: tuple(name for own, name in leaves if own == label) for label in task.learners},
-        frozenset(key for key, module in leaves.items() if isinstance(module, NORM_LAYERS)),
-        frozenset(key for key, module in leaves.items() if isinstance(module, _PRODUCTS)),
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,20 +118,6 @@ class LossScaling:
 
 
 @dataclass(frozen=True, slots=True)
-class KeepFp32:
-    """A module that FP16 cannot hold.
-
-    patterns: for precision.overrides. They include the reader of the values, because an FP32 module
-    returns its result in FP16. needs_amp: the patterns need autocast, where FP32 results stay FP32.
-    """
-
-    module: str
-    reason: str
-    patterns: tuple[str, ...]
-    needs_amp: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class Evidence:
     """The basis of the advice.
 
@@ -181,11 +136,20 @@ class Evidence:
 
 
 @dataclass(frozen=True, slots=True)
+class Candidate:
+    """A mode to try, as typed after `mprun`, and why."""
+
+    overrides: tuple[str, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Advice:
     """The needs of FP16, and the losses of a mode's casts.
 
-    overrides: the advised mode, as typed after `mprun`: `static` if a loss scale is needed, else a
-    mode without one. static, dynamic: the mode with either scaler, empty without a gradient.
+    candidates: modes in the order in which to try them, the advised one first. overrides: the
+    advised mode, as typed after `mprun`: `static` if a loss scale is needed, else a mode without
+    one. static, dynamic: the mode with either scaler, empty without a gradient.
     unscaled: the same mode with scale 1 and nothing kept in FP32. casts: None if no mode with
     products was asked about.
     """
@@ -204,6 +168,7 @@ class Advice:
     run: str = ""
     check: dict | None = None
     casts: CastAdvice | None = None
+    candidates: list[Candidate] = field(default_factory=list)
 
     def as_dict(self) -> dict:
         content = asdict(replace(self, casts=None))
@@ -221,17 +186,19 @@ def advise(
     rates: Sequence[float],
     *,
     share: float,
+    narrow: Narrow | None = None,
 ) -> Advice:
     """Derive the advice from the probes of one run; BadInput if none can be used.
 
-    rates: the run's learning rate by update. share: underflow share to stay at or below.
+    rates: the run's learning rate by update. share: underflow share to stay at or below. narrow:
+    says what a mode computes in 16 bits; it is asked only about operations that need FP32 there.
     """
     used = [r for r in records if not r.skipped and any(o.tensors for o in r.learners.values())]
     if not used:
         raise BadInput("no probe with tensors and without a skipped update (numerics=probes)")
     gradients = {kind: _gradients(used, kind, layout) for kind in GRADIENT_KINDS}
-    scaling = _loss_scaling(gradients, share, layout)
-    keep, largest = modules_in_fp32(used, layout)
+    kept, keep, largest = _kept(used, layout, narrow)
+    scaling = _loss_scaling(gradients, share, layout, _between(used, layout, kept))
     probed = [rates[min(r.step, len(rates)) - 1] for r in used]
     dtypes = (own.dtype for kind in GRADIENT_KINDS for _, own, _ in tensors_of(used, kind))
     formats = sorted({name for dtype in dtypes for name in dtype.split("+")})
@@ -245,68 +212,68 @@ def advise(
         problems=_problems(formats, gradients, layout),
     )
     masters, notes = _master_weights(used, layout), notes_on_naive(used, layout, config.optim)
-    return Advice(evidence, masters, scaling, keep, largest, notes, *_modes(scaling, keep))
+    modes = _modes(scaling, keep)
+    found = Advice(evidence, masters, scaling, keep, largest, notes, *modes)
+    return replace(found, candidates=_candidates(found, used, layout, narrow))
 
 
-def _values(used: Sequence[ProbeRecord], kind: str) -> dict[Key, TensorStats]:
-    """Merge the tensors of one kind over all probes."""
-    found: dict[Key, TensorStats] = {}
-    for key, stats, _ in tensors_of(used, kind):
-        found[key] = found[key].merge(stats) if key in found else stats
+def _kept(
+    used: Sequence[ProbeRecord], layout: Layout, narrow: Narrow | None
+) -> tuple[list[Part], list[KeepFp32], tuple[str, float] | None]:
+    """Return the parts to keep in FP32 around operations, all that is kept, largest activation."""
+    between = operations_in_fp32(used, layout, None)
+    modules, largest = modules_in_fp32(used, layout, [part for part, _ in between])
+    if between and narrow is not None:
+        mode = "amp" if any(one.needs_amp for one in modules) else "fp16_master_scaled"
+        between = operations_in_fp32(used, layout, narrow((f"precision={mode}",)))
+        modules, largest = modules_in_fp32(used, layout, [part for part, _ in between])
+    # What an output shows is not said again of the operation that made it.
+    whole = [pattern for one in modules for pattern in one.patterns]
+    between = [
+        (part, one)
+        for part, one in between
+        if not any(f"{part.module}.".startswith(f"{name}.") for name in whole)
+    ]
+    return [part for part, _ in between], [*modules, *(one for _, one in between)], largest
+
+
+def _between(
+    used: Sequence[ProbeRecord], layout: Layout, kept: Sequence[Part]
+) -> dict[Row, Gradients]:
+    """Return the gradients of operations between modules that a mode computes in 16 bits."""
+    found: dict[Row, Gradients] = {}
+    for record in used:
+        for label, learner in record.learners.items():
+            scales = [record.log2_loss_scale[scale] for scale in learner.loss_scales] or [0.0]
+            for place, own in learner.operations.items():
+                if place.phase != "backward" or place.module == LOSS:
+                    continue
+                is_wide = (label, place.module) in layout.fixed
+                if not is_wide and not any(part.holds(label, place.module) for part in kept):
+                    found.setdefault((label, place), Gradients()).add(own.stats, scales)
     return found
 
 
-def modules_in_fp32(
-    used: Sequence[ProbeRecord], layout: Layout
-) -> tuple[list[KeepFp32], tuple[str, float] | None]:
-    """Return modules whose weights or outputs exceed or near FP16's range; largest activation."""
-    activations = _values(used, "activations")
-    near = {key: reason for key, stats in activations.items() if (reason := _reason(stats))}
-    keep = [
-        KeepFp32(layout.named(key), f"weights {reason}", (key[1],))
-        for key, stats in _values(used, "weights").items()
-        if (reason := _reason(stats))
-    ]
-    for key in sorted(near, key=lambda key: -_size(activations[key])):
-        region = _region(*key, near, layout)
-        keep.append(KeepFp32(layout.named(key), f"activations {near[key]}", *region))
-    largest = max(activations, key=lambda key: _size(activations[key]), default=None)
-    if largest is None:
-        return keep, None
-    return keep, (layout.named(largest), activations[largest].amax)
-
-
-def _size(stats: TensorStats) -> float:
-    return stats.amax if math.isfinite(stats.amax) else math.inf
-
-
-def _reason(stats: TensorStats) -> str | None:
-    """Return why such values are kept in FP32; None if FP16 holds them."""
-    if not math.isfinite(stats.amax):
-        return "are not finite"
-    if stats.headroom is None or stats.headroom >= VALUE_HEADROOM:
-        return None
-    where = "beyond" if stats.headroom < 0 else f"within {2**VALUE_HEADROOM} times of"
-    return f"reach {stats.amax:.4g}, {where} FP16's 65504"
-
-
-def _region(
-    learner: str, module: str, near: Mapping[Key, str], layout: Layout
-) -> tuple[tuple[str, ...], bool]:
-    """Return patterns that keep `module` and its output's reader in FP32, and whether only in amp.
-
-    If modules are cast, an FP32 module returns FP16: the smallest enclosing module that does not
-    end with a module near the limit is taken. Under autocast a result stays FP32 until the next
-    product reads it.
-    """
-    leaves, around = layout.leaves[learner], module
-    while around := around.rpartition(".")[0]:
-        last = [name for name in leaves if name.startswith(f"{around}.")][-1]
-        if (learner, last) not in near:
-            return (around,), False
-    behind = leaves[leaves.index(module) + 1 :] if module in leaves else ()
-    readers = [name for name in behind if (learner, name) in layout.products]
-    return (module, *readers[:1]), True
+def _candidates(
+    found: Advice, used: Sequence[ProbeRecord], layout: Layout, narrow: Narrow | None
+) -> list[Candidate]:
+    """Return the modes to try: the advised one, larger parts of it in FP32, amp, BF16."""
+    start, keep = [one for one in found.overrides if ".overrides." not in one], found.keep_fp32
+    modes = {tuple(found.overrides): "the advice", tuple(found.dynamic): "the scale finds itself"}
+    for step in range(max((len(one.wider) for one in keep), default=0)):
+        parts = [
+            one.wider[min(step, len(one.wider) - 1)] if one.wider else one.patterns for one in keep
+        ]
+        wider = [*start, *in_fp32(pattern for part in parts for pattern in part)]
+        modes.setdefault(tuple(wider), "a larger part in FP32")
+    in_amp = keep
+    if keep and narrow is not None:
+        wide = operations_in_fp32(used, layout, narrow(("precision=amp",)))
+        in_amp = [one for one in keep if not one.wider] + [one for _, one in wide]
+    amp = ["precision=amp", *in_fp32(p for one in in_amp for p in one.patterns)]
+    modes.setdefault(tuple(amp), "autocast computes more in FP32")
+    modes.setdefault(("precision=bf16_master",), "BF16 has FP32's range")
+    return [Candidate(mode, why) for mode, why in modes.items() if mode]
 
 
 def notes_on_naive(used: Sequence[ProbeRecord], layout: Layout, optim: OptimConfig) -> list[str]:
@@ -317,7 +284,7 @@ def notes_on_naive(used: Sequence[ProbeRecord], layout: Layout, optim: OptimConf
         notes.append(
             f"fp16_naive: eps={eps:g} of {optim.name} is 0 in FP16 (2^-25 and below): 0/0 is NaN"
         )
-    sizes = {key: _size(stats) for key, stats in _values(used, "activations").items()}
+    sizes = {key: size_of(stats) for key, stats in values_of(used, "activations").items()}
     large = [
         (sizes[learner, before], layout.named((learner, name)))
         for learner, leaves in layout.leaves.items()
@@ -365,7 +332,9 @@ def _gradients(used: Sequence[ProbeRecord], kind: str, layout: Layout) -> dict[K
     return found
 
 
-def _loss_scaling(gradients: ByKind, share: float, layout: Layout) -> LossScaling:
+def _loss_scaling(
+    gradients: ByKind, share: float, layout: Layout, between: Mapping[Row, Gradients]
+) -> LossScaling:
     totals = {kind: Gradients() for kind in gradients}
     overflows: list[tuple[int, str, str, float]] = []
     for kind, by_module in gradients.items():
@@ -373,7 +342,11 @@ def _loss_scaling(gradients: ByKind, share: float, layout: Layout) -> LossScalin
             totals[kind].merge(own.parts)
             if (highest := own.highest()) is not None:
                 overflows.append((highest, kind, layout.named(key), own.largest))
-    found = scale_range(totals.values(), share, SCALE_HEADROOM)
+    for (learner, place), own in between.items():
+        if (highest := own.highest()) is not None:
+            where = layout.named((learner, str(place)))
+            overflows.append((highest, "gradients", where, own.largest))
+    found = scale_range(totals.values(), share, SCALE_HEADROOM, between.values())
 
     def lost(kind: str, k: int) -> tuple[float, float, Worst | None]:
         """Return a kind's lost share of values and of their sum at 2^k, and the worst module."""
@@ -395,8 +368,7 @@ def _modes(
     scaling: LossScaling, keep: list[KeepFp32]
 ) -> tuple[list[str], list[str], list[str], list[str]]:
     """Return `overrides`, `static`, `dynamic` and `unscaled` of `Advice`."""
-    patterns = dict.fromkeys(pattern for one in keep for pattern in one.patterns)
-    kept = [f"precision.overrides.{pattern}=fp32" for pattern in patterns]
+    kept = in_fp32(pattern for one in keep for pattern in one.patterns)
     amp = any(one.needs_amp for one in keep)
     unscaled = ["precision=amp", "scaler=none"] if amp else ["precision=fp16_master"]
     if scaling.range is None:
@@ -412,6 +384,11 @@ def _modes(
     if power < -10:  # its floor is 2^-14
         dynamic.append(f"scaler.min_scale={2.0 ** (power - 4):.17g}")
     return static if scaling.needed else [*unscaled, *kept], static, [*dynamic, *kept], unscaled
+
+
+def in_fp32(patterns: Iterable[str]) -> list[str]:
+    """Return the overrides that compute these modules in FP32, each once."""
+    return [f"precision.overrides.{pattern}=fp32" for pattern in dict.fromkeys(patterns)]
 
 
 def _problems(formats: list[str], gradients: ByKind, layout: Layout) -> list[str]:

@@ -10,8 +10,9 @@ import torch
 
 from mprun.cli import main
 from mprun.errors import BadInput
-from mprun.extensions.diagnosis.advice import Layout, advise
+from mprun.extensions.diagnosis.advice import advise
 from mprun.extensions.diagnosis.advice_report import as_text
+from mprun.extensions.diagnosis.advised_regions import Layout
 from mprun.models.dcgan import ConvAutoencoder
 from mprun.numerics.exponent_shares import AppliedUpdates, ExponentCounts, LostUpdates
 from mprun.numerics.post_mortem import plain

@@ -34,6 +34,7 @@ from mprun.record.run_record import Record, read_record
 
 if TYPE_CHECKING:
     from mprun.extensions.diagnosis.advice import Advice
+    from mprun.extensions.diagnosis.advised_regions import Row
     from mprun.extensions.diagnosis.casts import CastAdvice
 
 STEPS, PROBES, SHARE = 60, 12, 0.001
@@ -145,12 +146,21 @@ def advise_run(
 
     import torch
 
-    from mprun.extensions.diagnosis.advice import advise, layout
+    from mprun.extensions.diagnosis.advice import advise
+    from mprun.extensions.diagnosis.advised_regions import layout, seen_in_16_bits
     from mprun.training.run import prepare
 
     built = prepare(config, torch.device("cpu"), config.threads)
+
+    def narrow(mode: tuple[str, ...]) -> "dict[Row, bool]":
+        composed = compose_config(mode).as_dict()
+        own = plain | {group: composed[group] for group in ("precision", "scaler")}
+        again = config_from_record(own, given)
+        return seen_in_16_bits(prepare(again, torch.device("cpu"), config.threads))
+
+    rates, parts = built.rate.rates, layout(built.task)
     try:
-        advice = advise(probes, layout(built.task), config, built.rate.rates, share=share)
+        advice = advise(probes, parts, config, rates, share=share, narrow=narrow)
     except BadInput as error:
         raise BadInput(f"advise {directory}: {error}") from None
     if formats[0] is not None:

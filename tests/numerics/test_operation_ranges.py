@@ -1,0 +1,193 @@
+"""What modules compute between their calls of others is measured, forward and backward."""
+
+import json
+import math
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
+
+from mprun.numerics.exponent_shares import ExponentCounts
+from mprun.numerics.probe import Probe, chosen_modules
+from mprun.numerics.probe_record import (
+    MOST,
+    OperationStats,
+    Place,
+    ProbeRecord,
+    TensorStats,
+    most_notable,
+    read_probe,
+    write_probe,
+)
+from mprun.tasks import Classification
+
+from ..helpers import making, mixed
+
+INF = math.inf
+
+
+class Batches:
+    samples_per_batch, batches_per_epoch = 6, 10
+
+    def __init__(self, dtype=torch.float32):
+        self.inputs = torch.randn(6, 4, 5, generator=torch.Generator().manual_seed(1)).to(dtype)
+
+    def train_batch(self, index):
+        return self.inputs, torch.arange(6) % 3
+
+
+class Scores(nn.Module):
+    def __init__(self, gain):
+        super().__init__()
+        self.q, self.k, self.gain = nn.Linear(5, 5), nn.Linear(5, 5), gain
+
+    def forward(self, x):
+        self.scores = self.q(x) * self.gain @ self.k(x).transpose(1, 2)
+        if self.scores.requires_grad:
+            self.scores.retain_grad()
+        return torch.softmax(self.scores, -1) @ x
+
+
+class Net(nn.Module):
+    def __init__(self, inner, again=False):
+        super().__init__()
+        self.inner, self.head, self.again = inner, nn.Linear(5, 3), again
+
+    def forward(self, x):
+        x = checkpoint(self.inner, x, use_reentrant=False) if self.again else self.inner(x)
+        self.mean = x.mean(1)
+        return self.head(self.mean)
+
+
+def task_of(inner, mode="fp32", again=False):
+    torch.manual_seed(0)
+    learner = mixed(Net(inner(), again), mode, making(torch.optim.SGD, 0.1))
+    context, scale = learner.prepared.forward_context, learner.prepared.loss_scale
+    return Classification(learner, Batches(), context.policy, context, scale)
+
+
+def probed(task):
+    with Probe(task, chosen_modules(task.learners, ())) as probe:
+        metrics = task.train_step(0)
+    return probe.read([metrics["loss"]])[0]["model"]
+
+
+def test_magnitudes_are_those_of_a_float64_reference():
+    """Forward and backward; FP32's products of 5 numbers are within 5 * 2^-24 of their sum."""
+    found = probed(task_of(partial(Scores, 2.0))).operations
+    torch.manual_seed(0)
+    reference = Net(Scores(2.0)).double()
+    inputs, labels = Batches(torch.float64).train_batch(0)
+    outputs = reference(inputs)
+    outputs.retain_grad()
+    cross_entropy(outputs, labels).backward()
+    scores = reference.inner.scores
+    close = partial(pytest.approx, rel=1e-5)
+    expected = {
+        ("forward", "inner", "bmm"): scores.abs().max(),
+        ("forward", "", "mean"): reference.mean.abs().max(),
+        ("backward", "inner", "_softmax_backward_data"): scores.grad.abs().max(),
+        ("backward", "loss", "_log_softmax_backward_data"): outputs.grad.abs().max(),
+    }
+    assert {key: found[Place(*key)].stats.amax for key in expected} == {
+        key: close(value.item()) for key, value in expected.items()
+    }
+    # Both products of the module: 6 x 4 x 4 and 6 x 4 x 5.
+    assert found[Place("forward", "inner", "bmm")].stats.counts.total == 6 * 4 * (4 + 5)
+    # Layers are measured by their outputs.
+    assert not any(place.operation in ("addmm", "mm") for place in found)
+
+
+def test_a_run_in_16_bits_says_what_overflowed():
+    found = probed(task_of(partial(Scores, 3e4), "fp16_master")).operations
+    overflows = {place: own.overflows for place, own in found.items() if own.overflows}
+    assert overflows == {Place("forward", "inner", "bmm"): 1}  # and softmax read its infinities
+
+
+@pytest.mark.parametrize("gain", [1.0, 3e4])
+def test_what_is_computed_anew_is_measured_once(gain):
+    once, twice = (probed(task_of(partial(Scores, gain), again=again)) for again in (False, True))
+    assert once.operations == twice.operations
+    assert once.reach == twice.reach
+
+
+class Divides(nn.Module):
+    """Powers of two, so that all is exact; x is only a shape."""
+
+    def forward(self, x):
+        ones = x * 0 + 1
+        large = ones * 2.0**17
+        ratio = large / (ones * 2.0**-30)
+        return torch.log2(ratio) * ones + torch.rsqrt(ones * 2.0**-40) + ones.pow(2)
+
+
+class Masks(nn.Module):
+    """Masks as code sets them: infinite, and the smallest number of the dtype."""
+
+    def forward(self, x):
+        where = torch.ones(4, 5, dtype=torch.bool).triu(1)
+        first = (x * 0 + 3).masked_fill(where, -INF)
+        second = first + torch.full((4, 5), -INF).triu(1).nan_to_num(0.0, 0.0, -INF)
+        third = torch.where(where, torch.finfo(x.dtype).min, x * 0 + 2)
+        return torch.softmax(second, -1) + torch.softmax(third, -1)
+
+
+def test_divisors_by_hand():
+    found = probed(task_of(Divides)).operations
+    rows = {
+        place.operation: own for place, own in found.items() if place[:2] == ("forward", "inner")
+    }
+    assert rows["div"].stats.amax == 2.0**47
+    assert rows["div"].divisor == 2.0**-30
+    assert rows["log2"].divisor == 2.0**47
+    assert rows["rsqrt"].divisor == 2.0**-40
+    assert rows["mul"].stats.amax == 2.0**17
+    assert rows["pow"].divisor is None
+    assert rows["mul"].divisor is None
+    # 2^17 twice in a net's x * 0 + 1, and what of 2^-40 is left.
+    assert rows["mul"].lost() == pytest.approx(0, abs=1e-6)
+
+
+def test_masks_are_no_results():
+    found = probed(task_of(Masks)).operations
+    rows = {
+        place.operation: own for place, own in found.items() if place[:2] == ("forward", "inner")
+    }
+    assert rows["masked_fill"].stats.amax == rows["add"].stats.amax == 3
+    assert rows["masked_fill"].stats.counts.inf == 6 * 10
+    assert rows["where"].stats.amax == 2
+    assert not any(own.overflows for own in rows.values())
+
+
+def stats(amax, **more):
+    exponent = {str(math.frexp(amax)[1] - 1): 1}
+    content = {"zeros": 0, "inf": 0, "nan": 0, "classes": [exponent, {}, {}, {}]}
+    return OperationStats(TensorStats(ExponentCounts.from_json(content), amax, "fp32"), **more)
+
+
+def test_a_probe_keeps_the_most_notable_rows_in_order(tmp_path):
+    rows = {Place("forward", f"{n:02}", "mul"): stats(2.0**-n) for n in range(60)}
+    rows[Place("forward", "59", "div")] = stats(2.0**-20, divisor=2.0**-60)
+    rows[Place("backward", "", "sum")] = stats(2.0**-20, overflows=3)
+    kept = most_notable(rows)
+    assert [place.module for place in kept][:MOST] == [f"{n:02}" for n in range(MOST)]
+    lost = [place for place, own in kept.items() if own.lost() == 1]
+    assert len(lost) == MOST
+    assert Place("forward", "59", "div") in kept
+    assert Place("backward", "", "sum") in kept
+    assert len(kept) == 2 * MOST + 2
+    own = probed(task_of(partial(Scores, 3e4)))
+    record = ProbeRecord(1, False, {"loss_scale": 0.0}, {"model": own})
+    path = write_probe(tmp_path, record)
+    assert read_probe(path) == record
+    assert "beyond" not in str(record)
+    assert "by bmm in inner" in str(record)
+    # Of an earlier mprun.
+    content = json.loads(path.read_text())
+    for learner in content["learners"].values():
+        del learner["operations"], learner["reach"]
+    path.write_text(json.dumps(content))
+    assert read_probe(path).learners["model"].operations == {}
