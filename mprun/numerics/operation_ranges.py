@@ -75,7 +75,8 @@ class OperationRanges(Collector):
             for name, module in learner.model.named_modules():
                 path = self._trace.paths[id(module)]
                 self._names[path] = label, name
-                if not any(module.children()) and type(module).__module__.startswith("torch.nn."):
+                is_torch = type(module).forward.__module__.startswith("torch.nn.")
+                if is_torch and not any(module.children()):
                     self._layers.add(path)
         self._learner = next(iter(task.learners))  # the one that was called last
 

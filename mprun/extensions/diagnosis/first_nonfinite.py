@@ -118,7 +118,7 @@ def _find_in_evaluation(steps: Steps) -> Finding:
     elif statistics:
         finding.verdict, finding.details = "statistics", statistics
     else:
-        _blame(finding, seen, {event.order for event in seen.events})
+        _blame(finding, seen, _all(seen))
     return finding
 
 
@@ -177,12 +177,18 @@ def _sources(seen: Observation, steps: Steps, row: StepRow) -> set[int]:
         found = seen.reached.get(Phase.UNSCALE, set())
     task = steps.built.task
     found = found or seen.sources_of([*weights(task).values(), *carried(task).values()])
-    return found or {event.order for event in seen.events}
+    return found or _all(seen)
+
+
+def _all(seen: Observation) -> set[int]:
+    """Return all events but those of infinities that the code itself sets."""
+    return {event.order for event in seen.events if not event.is_set}
 
 
 def _blame(finding: Finding, seen: Observation, sources: set[int]) -> bool:
     """Make the first of these events that was seen to appear the culprit; False if none was."""
-    event = next((seen.events[i] for i in sorted(sources) if seen.events[i].seen), None)
+    known = [seen.events[i] for i in sorted(sources) if seen.events[i].seen]
+    event = next((own for own in known if not own.is_set), known[0] if known else None)
     if event is None:
         return False
     ramp = seen.ramps[event.order] if event.order < len(seen.ramps) else [*seen.ramp.values()]
@@ -216,13 +222,15 @@ def in_words(finding: Finding) -> list[str]:
             return [f"{own}{where}"]
         return [f"not found: no operation made a value that is not finite{where}"]
     tensor = event.tensor
+    what = (
+        "all it read was finite, at most" if not event.of_set else "its finite inputs are at most"
+    )
     if event.phase not in (Phase.UNSCALE, Phase.UPDATE) and tensor in ("output", "gradient"):
         tensor = f"its {tensor}"
     return [
         f"{_PHASES[event.phase][0]}, {place_of(event)}: {event.operation}",
         f"{event.count} of {event.of} values of {tensor} became {event.result} in "
-        f"{dtype_name(event.dtype).upper()}; all it read was finite, at most "
-        f"{power(event.largest_input)}",
+        f"{dtype_name(event.dtype).upper()}; {what} {power(event.largest_input)}",
         reason_of(event),
     ]
 
@@ -236,6 +244,12 @@ def place_of(event: Event) -> str:
 
 def reason_of(event: Event) -> str:
     """Return why the operation produced a non-finite value."""
+    if event.is_set:
+        return "no overflow: the code itself sets this infinity, and the loss reads it"
+    if event.empty:
+        return f"NaN: a mask left nothing in {event.empty} rows of its input, every value is -inf"
+    if event.of_set:
+        return "NaN from infinities that the code itself sets"
     name = event.operation.removeprefix("_foreach_")
     dtype, limit = dtype_name(event.dtype).upper(), torch.finfo(event.dtype).max
     end = f"ends at {power(limit)}"

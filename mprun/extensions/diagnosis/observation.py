@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
-from mprun.numerics.state import named_learners, optimizer_state
+from mprun.numerics.state import buffers, named_learners, optimizer_state
 from mprun.numerics.trace import (
     UNWRITTEN,
     Collector,
@@ -42,6 +42,10 @@ INPUTS = "the inputs"  # of a model, in place of a tensor's name
 _RAMPS = 50  # most events with a separate ramp
 # In these operations, entry i of each list depends on entry i of the others alone.
 _PER_ENTRY = ("_foreach_", "_fused_", "_amp_foreach_")
+# Operations that write a number of the code's own.
+_FILLS = {"masked_fill", "masked_fill_", "fill_", "full", "full_like", "new_full", "where"}
+_FILLS |= {"scalar_tensor", "lift_fresh"}
+_SOFTMAX = {"_softmax", "_log_softmax", "_safe_softmax"}
 Output = tuple[int, int | None, Tensor]  # place among the results, place in a list, tensor
 
 
@@ -54,7 +58,9 @@ class Event:
     result: "infinity" or "NaN". count, of: number of its non-finite values, and of all.
     largest_input: largest finite absolute value read. would_be: largest value of the same operation
     on the same inputs in FP32, if it can be run. at_zero: the operation divides by, or takes the
-    logarithm of, a tensor that holds a zero.
+    logarithm of, a tensor that holds a zero. is_set: the code itself sets this infinity, as a mask
+    does; no operation overflowed. of_set: NaN from such infinities alone. empty: rows of softmax's
+    input in which a mask left nothing.
     """
 
     order: int
@@ -70,6 +76,9 @@ class Event:
     largest_input: float = 0.0
     would_be: float | None = None
     at_zero: bool = False
+    is_set: bool = False
+    of_set: bool = False
+    empty: int = 0
 
 
 class Largest(NamedTuple):
@@ -88,6 +97,7 @@ class _Inputs(NamedTuple):
     largest: float = 0.0
     at_zero: bool = False
     sources: Set[int] = frozenset()
+    nan: bool = False
 
 
 def _total(parts: Iterable[_Inputs]) -> _Inputs:
@@ -97,6 +107,7 @@ def _total(parts: Iterable[_Inputs]) -> _Inputs:
         max((part.largest for part in parts), default=0.0),
         any(part.at_zero for part in parts),
         set().union(*(part.sources for part in parts)),
+        any(part.nan for part in parts),
     )
 
 
@@ -148,6 +159,11 @@ class Observation(Collector):
                 self._labels[own.data_ptr()] = prefix + name
         for name, value in optimizer_state(task).items():
             self._labels[value.data_ptr()] = name
+        for name, own in buffers(task).items():  # a mask may be one
+            if has_values(own) and largest_of(own) == math.inf:
+                event = self._event((Phase.INPUT, "", "buffer", name), own, _Inputs())
+                event.is_set = True
+                self._taint(own, {event.order})
 
     def enter(self, module: nn.Module, inputs: tuple) -> None:
         if not self._trace.modules:
@@ -214,12 +230,25 @@ class Observation(Collector):
                     if operand.written and has_values(operand.tensor)
                 ]
             for place, (index, tensor) in enumerate(written):
-                self._note_largest(phase, where, tensor)
-                if not math.isfinite(largest_of(tensor)):
-                    kept = self._given(operation) if kept is None else kept
-                    own = index if name.startswith(_PER_ENTRY) else None
-                    given = _total(one for at, one in kept if own is None or at in (None, own))
-                    self._trace_back(phase, where, operation, (place, index, tensor), given)
+                if math.isfinite(largest_of(tensor)):
+                    self._note_largest(phase, where, tensor)
+                    continue
+                kept = self._given(operation) if kept is None else kept
+                own = index if name.startswith(_PER_ENTRY) else None
+                given = _total(one for at, one in kept if own is None or at in (None, own))
+                if not self._is_set(name, tensor, given):
+                    self._note_largest(phase, where, tensor)
+                self._trace_back(phase, where, operation, (place, index, tensor), given)
+
+    def _is_set(self, name: str, tensor: Tensor, given: _Inputs) -> bool:
+        """Return whether all infinities of a result are numbers that the code itself sets."""
+        if bool(torch.isnan(tensor).any()):
+            return False
+        return name in _FILLS if given.finite else self._are_set(given)
+
+    def _are_set(self, given: _Inputs) -> bool:
+        of_code = (self.events[order].is_set for order in given.sources)
+        return bool(given.sources) and not given.nan and all(of_code)
 
     def _trace_back(
         self, phase: str, where: str, operation: Operation, output: Output, given: _Inputs
@@ -229,11 +258,17 @@ class Observation(Collector):
         if given.finite:
             label = self._label(tensor, operation, index, phase)
             event = self._event((phase, where, operation.name, label), tensor, given)
-            if not schema_of(operation.func).is_mutable:
+            event.is_set = self._is_set(operation.name, tensor, given)
+            if not (event.is_set or schema_of(operation.func).is_mutable):
                 event.would_be = in_fp32(operation, place)
             sources = {event.order}
             if phase == Phase.FORWARD:
                 self._of_module.setdefault(where, set()).add(event.order)
+        elif self._are_set(given) and bool(torch.isnan(tensor).any()):
+            label = self._label(tensor, operation, index, phase)
+            event = self._event((phase, where, operation.name, label), tensor, given)
+            event.of_set, event.empty = True, _empty_rows(operation)
+            sources = {event.order}
         elif not sources:
             event = self._event((phase, where, operation.name, "output"), tensor, given)
             event.seen = False
@@ -265,8 +300,9 @@ class Observation(Collector):
         largest, at_zero = largest_of(tensor), singular and bool((tensor == 0).any())
         if math.isfinite(largest):
             return _Inputs(True, largest, at_zero)
+        nan = math.isnan(largest)
         largest = largest_of(torch.where(torch.isfinite(tensor), tensor, 0))
-        return _Inputs(False, largest, at_zero, self.sources_of([tensor]))
+        return _Inputs(False, largest, at_zero, self.sources_of([tensor]), nan)
 
     def _event(self, place: _Place, tensor: Tensor, given: _Inputs) -> Event:
         order, bad = len(self.events), int((~torch.isfinite(tensor)).sum())
@@ -319,6 +355,14 @@ def has_values(tensor: Tensor) -> bool:
 def largest_of(tensor: Tensor) -> float:
     """Return the largest absolute value, NaN if there is one."""
     return float(values_of(tensor).abs().amax())
+
+
+def _empty_rows(operation: Operation) -> int:
+    """Return in how many rows every input of a softmax is -inf."""
+    if operation.name not in _SOFTMAX:
+        return 0
+    given, dim = operation.args[:2]
+    return int((given == -math.inf).all(dim).sum())
 
 
 def in_fp32(operation: Operation, place: int) -> float | None:

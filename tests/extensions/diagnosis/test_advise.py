@@ -3,6 +3,7 @@
 import functools
 import json
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -16,7 +17,13 @@ from mprun.extensions.diagnosis.advised_regions import Layout
 from mprun.models.dcgan import ConvAutoencoder
 from mprun.numerics.exponent_shares import AppliedUpdates, ExponentCounts, LostUpdates
 from mprun.numerics.post_mortem import plain
-from mprun.numerics.probe_record import LearnerProbe, ProbeRecord, TensorStats
+from mprun.numerics.probe_record import (
+    LearnerProbe,
+    OperationStats,
+    Place,
+    ProbeRecord,
+    TensorStats,
+)
 
 from ...helpers import ONE_CORE, TINY_GPT, record_of, refused, run
 from ...numerics.small_runs import SMALL, as_json
@@ -403,3 +410,112 @@ def test_check_trains_with_the_advice_and_without(tmp_path, capsys):
     for arm in found["arms"]:
         assert arm["skipped"] == arm["diverged"] == 0
         assert abs(arm["difference"]) < 1 and arm["unit"] == "%" and "3 seeds" in arm["verdict"]
+
+
+# Operations between modules
+
+AROUND = {("model", name): name.rpartition(".")[0] for name in (*LEAVES, "features")}
+WITH_FEATURES = replace(LAYOUT, around=AROUND)
+
+
+def between(*rows, reach=None, **tensors) -> ProbeRecord:
+    """A probe with operations: (phase, module, operation, exponent of the results, divisor)."""
+    found = {
+        Place(phase, module, operation): OperationStats(powers({exponent: 8}), divisor)
+        for phase, module, operation, exponent, divisor in rows
+    }
+    learner = LearnerProbe(
+        ("loss_scale",), GRADIENTS | tensors, operations=found, reach=reach or {}
+    )
+    return ProbeRecord(1, False, {"loss_scale": 0.0}, {"model": learner})
+
+
+def advice_between(record, narrow=None):
+    return advise([record], WITH_FEATURES, PLAIN, (0.1,), share=0.001, narrow=narrow)
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        (("bmm", 17, None), "results of bmm reach 1.311e+05, beyond FP16's 65504"),
+        (("mul", 14, None), "results of mul reach 1.638e+04, within 4 times of FP16's 65504"),
+        (("log", 4, 2.0**-25), "log takes the logarithm of 2.98e-08, which is 0 in FP16"),
+        (("div", 4, 2.0**-30), "div divides by 9.313e-10, which is 0 in FP16"),
+        (("mul", -26, None), "FP16 loses 100 % of the sum of mul's results"),
+    ],
+)
+def test_an_operation_is_named_with_the_smallest_part_and_larger_ones(row, reason):
+    found = advice_between(between(("forward", "features", *row)))
+    (kept,) = found.keep_fp32
+    assert (kept.module, kept.reason) == ("features", reason)
+    own = "precision.overrides.features.forward=fp32"
+    assert found.overrides == ["precision=fp16_master", own]
+    whole = "precision.overrides.features=fp32"
+    modes = [one.overrides for one in found.candidates]
+    assert modes[0] == tuple(found.overrides)
+    assert modes[2:] == [
+        ("precision=fp16_master", whole),
+        ("precision=amp", own),
+        ("precision=bf16_master",),
+    ]
+    assert modes[1][1] == "scaler=dynamic" and modes[1][-1] == own
+    text = "\n".join(as_text(found))
+    assert f"  features: {reason}\n    {own}\n" in text
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        ("forward", "features", "bmm", 13, None),
+        ("forward", "features", "log", 4, 2.0**-24),
+        ("loss", "loss", "mul", 20, None),
+        ("backward", "loss", "mul", 40, None),
+        ("backward", "features", "mul", -40, None),
+    ],
+)
+def test_what_fp16_holds_needs_no_override(row):
+    found, without = advice_between(between(row)), advice_between(probe(**GRADIENTS))
+    assert found.as_dict() == without.as_dict()
+    assert [one.overrides[-1] for one in found.candidates][2:] == [
+        "precision=amp",
+        "precision=bf16_master",
+    ]
+
+
+def test_whatever_reads_a_large_number_is_fp32_too():
+    """The model hands 2^17 to `middle`; `features` returns 2^17 to the model, which hands it on."""
+    large = ("forward", "", "mul", 17, None)
+    found = advice_between(between(large, reach={"middle": (2.0**17, 2.0**17)}))
+    assert found.keep_fp32[0].module == "the model itself"
+    assert found.keep_fp32[0].patterns == ("forward", "middle")
+    inside = ("forward", "features", "mul", 17, None)
+    ends = {"features": (1.0, 2.0**17), "output": (2.0**17, 1.0)}
+    found = advice_between(between(inside, reach=ends))
+    assert found.keep_fp32[0].patterns == ("features.forward", "forward", "output")
+
+
+def test_gradients_of_operations_bound_the_scale_unless_these_are_fp32():
+    """2^8 overflows from 2^8 on; the gradients of layers, 2^-10, from 2^26 on."""
+    gradient = ("backward", "features", "mul", 8, None)
+    found = advice_between(between(gradient)).loss_scaling
+    assert found.range.highest == 7
+    assert found.limited_by == ("gradients", "mul in features", 2.0**8)
+    kept = advice_between(between(gradient, ("forward", "features", "mul", 17, None)))
+    assert kept.loss_scaling.range.highest == 25
+
+
+def test_what_a_mode_computes_in_fp32_is_left_alone():
+    row = ("forward", "features", "log", 17, None)
+    place, asked = ("model", Place(*row[:3])), []
+
+    def narrow(mode):
+        asked.append(mode)
+        return {place: mode != ("precision=amp",)}
+
+    found = advice_between(between(row), narrow)
+    assert asked == [("precision=fp16_master_scaled",), ("precision=amp",)]
+    assert found.overrides[1:] == ["precision.overrides.features.forward=fp32"]
+    assert ("precision=amp",) in [one.overrides for one in found.candidates]
+    assert advice_between(between(row), lambda mode: {place: False}).keep_fp32 == []
+    asked.clear()
+    assert advice_between(probe(**GRADIENTS), narrow).keep_fp32 == asked == []

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import math
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 from mprun.cli import main
 from mprun.errors import BadInput
 from mprun.extensions.diagnosis.commands.explain import as_dict, as_text, explain
+from mprun.extensions.diagnosis.first_nonfinite import in_words
 from mprun.numerics.post_mortem import read_post_mortem
 
 from ...helpers import ONE_CORE
@@ -421,6 +423,37 @@ def test_where_nothing_cures_the_step_changes_are_tried_from_the_start(explained
 
 
 # What is no culprit
+
+
+class Masked(nn.Module):
+    """Attention's mask: -inf on some scores, of a constant, of a buffer, or of all of a row."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how = how
+        self.register_buffer("mask", torch.full((1,), -math.inf) if how == "buffer" else None)
+
+    def forward(self, x):
+        if self.how == "buffer":
+            return torch.softmax(x + self.mask, -1)
+        last = torch.arange(x.shape[-1]) >= (0 if self.how == "row" else 2)
+        masked = torch.softmax(x.masked_fill(last, -math.inf), -1)
+        return masked * 6e4 * 8.0 if self.how == "overflow" else masked
+
+
+@pytest.mark.parametrize("how", ["overflow", "row", "buffer"])
+def test_a_mask_is_no_overflow_unless_it_leaves_nothing(explained, monkeypatch, how):
+    replace_in_lm(monkeypatch, functools.partial(Masked, how))
+    found = explained(*LM, *FP16).finding
+    name, reason = found.event.operation, in_words(found)[2]
+    if how == "overflow":
+        assert (name, reason[:8]) == ("mul", "overflow")
+    else:
+        assert name == "_softmax"
+        rows = found.event.empty
+        assert rows > 0
+        assert reason.startswith(f"NaN: a mask left nothing in {rows} rows of its input")
+    assert all(math.isfinite(one.value) for one in found.ramp[:-1])
 
 
 def test_weights_that_were_not_finite_before(explained):
