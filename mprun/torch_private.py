@@ -40,6 +40,24 @@ dispatch_modes = _python_dispatch._get_current_dispatch_mode_stack
 disable_dispatch_modes = _python_dispatch._disable_current_modes
 # Active function modes, outermost first.
 function_modes = torch.overrides._get_current_function_mode_stack
+_pop_function_mode = torch._C._pop_torch_function_stack
+_push_function_mode = torch._C._push_on_torch_function_stack
+
+
+@contextmanager
+def no_function_modes() -> Iterator[None]:
+    """Take all function modes off their stack, by which compiled code is told apart.
+
+    If gone: `DisableTorchFunction`, and a graph for each stack.
+    """
+    taken = [_pop_function_mode() for _ in function_modes()]
+    try:
+        yield
+    finally:
+        for mode in reversed(taken):
+            _push_function_mode(mode)
+
+
 # Context without function modes.
 DisableTorchFunction = torch._C.DisableTorchFunction
 # The same for tensors' dispatch, subclasses' too. If gone: `disable_dispatch_modes`.

@@ -309,11 +309,12 @@ def why_no_product(products: ScaledProducts, device: torch.device) -> str | None
     try:
         for name, pair in zip(PRODUCTS, products.plan(device=device)[:3], strict=True):
             if pair is not None:
-                a, b = (unobserved_cast(ones, own, *_used(own)[0]) for own in pair)
-                product(a, b.T, torch.bfloat16, fast=name == "output")
                 alike = (_is_cast_alike(operand, device) for operand in pair)
                 if device.type == "cuda" and not all(alike):
                     return "casts have other bits than torch's operations"
+                with torch.no_grad():
+                    a, b = (unobserved_cast(ones, own, *_used(own)[0]) for own in pair)
+                product(a, b.T, torch.bfloat16, fast=name == "output")
     except torch.OutOfMemoryError:
         raise
     except (RuntimeError, ValueError) as error:
