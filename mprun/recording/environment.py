@@ -102,7 +102,8 @@ def _commit() -> dict:
     root = Path(__file__).resolve().parents[2]
 
     def git(*words: str) -> str:
-        command = ["git", "-C", str(root), *words]
+        # Without a lock on the index, which a run that is killed here would leave behind.
+        command = ["git", "--no-optional-locks", "-C", str(root), *words]
         return subprocess.check_output(
             command, stderr=subprocess.PIPE, text=True, timeout=10
         ).strip()
