@@ -158,6 +158,9 @@ def load_run(directory: Path, record: dict[str, Any]) -> RunData:
     try:
         precision, memory = record["precision"], record.get("memory", {})
         config = recorded_keys().current(record["config"])
+        if config.get("train", {}).get("compile") == "auto":
+            # Nothing is asked for, as with off; a note says if some arms were compiled.
+            config["train"] = config["train"] | {"compile": "off"}
         data = record.get("data") or {}
         measured = {field.name: getattr(columns, field.name) for field in fields(columns)}
         if precision["scaler"] == "none":

@@ -278,6 +278,16 @@ def test_arms_of_which_one_was_compiled_are_noted(tmp_path):
     assert note == f"execution of steps differs: {told}"
 
 
+def test_runs_that_leave_compilation_to_a_clock_are_compared_with_eager_ones(tmp_path):
+    write_run(tmp_path / "of_before", overrides={"train.compile": "off"})
+    write_run(tmp_path / "amp", "amp", overrides={"train.compile": "auto"})
+    write_run(tmp_path / "asked", "amp_bf16", overrides={"train.compile": "default"})
+    [group], _ = grouped(tmp_path, allow=["train.compile"])
+    assert [arm.label for arm in group.arms if "train.compile" in arm.label] == [
+        "amp_bf16 train.compile=default"
+    ]
+
+
 def test_a_baseline_with_tf32_on_is_noted(tmp_path):
     write_run(tmp_path / "fp32", flags={"cudnn.conv.fp32_precision": "tf32"})
     write_run(tmp_path / "amp", "amp")
