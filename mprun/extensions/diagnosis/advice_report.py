@@ -7,16 +7,16 @@ from functools import partial
 from mprun.comparison.wording import signed
 from mprun.extensions.diagnosis.advice import Advice, Worst, words
 from mprun.extensions.diagnosis.casts import (
-    TAKEN_THRESHOLD,
+    OFF_THRESHOLD,
     cast_changes,
+    how_far,
     in_words,
     percent,
-    worst_place,
+    verdicts,
 )
 from mprun.record.layout import aligned
 
 _LAYERS = 8
-_BOUND = percent(TAKEN_THRESHOLD)
 
 
 def as_text(advice: Advice, width: int | None = None) -> list[str]:
@@ -47,11 +47,9 @@ def _verdicts(advice: Advice) -> list[str]:
     found, needs = [], _needs_of_fp16(advice)
     if (casts := advice.casts) is not None:
         kept = len(casts.losses) - len(casts.excluded)
-        worst = {name: own[worst_place(own)] for name, own in casts.losses.items()}
-        name = max(worst, key=lambda name: worst[name].rank)
-        most = f"rounding takes up to {percent(worst[name].taken)} of a sum"
+        worst, *_ = verdicts(casts.losses)
         found = [f"{' '.join(casts.mode)} suits {kept} of {len(casts.losses)} layers: "]
-        found[0] += f"{most} ({name}; {_BOUND} is the bound)"
+        found[0] += how_far(worst)
     *first, last = needs or ["neither master weights nor a loss scale"]
     return [*found, f"FP16 needs {', '.join(first)}{' and ' * bool(first)}{last}"]
 
@@ -188,30 +186,26 @@ def _casts(advice: Advice, width: int | None) -> list[str]:
         return ["casts of a mode, measured: mprun advise KEY=VALUE ... precision=nvfp4 (or other)"]
     mode = " ".join(found.mode) or "this mode"
     lines = [f"casts of {mode}, {found.steps} steps: where each layer loses most, in %"]
-    places = {name: worst_place(own) for name, own in found.losses.items()}
-    order = sorted(places, key=lambda name: -found.losses[name][places[name]].rank)
-    head = ("layer", "operand", "for", "zero", "clipped", "taken")
+    order = verdicts(found.losses)
+    head = ("layer", "operand", "for", "zero", "clipped", "off")
     rows: list[tuple[str, ...]] = [head]
-    for name in order[:_LAYERS]:
-        (product, operand), loss = places[name], found.losses[name][places[name]]
-        cells = (f"{100 * share:.1f}" for share in (loss.flushed, loss.clipped, loss.taken))
-        rows.append((name, operand.replace("grad_output", "gradient"), product, *cells))
+    for one in order[:_LAYERS]:
+        (product, operand), loss = one.place, one.loss
+        cells = f"{100 * loss.flushed:.1f}", f"{100 * loss.clipped:.1f}"
+        off = f"{100 * loss.worse.off:.1f}"
+        rows.append((one.name, operand.replace("grad_output", "gradient"), product, *cells, off))
     lines += [f"  {line}" for line in aligned(rows, head[:3], width)]
     if len(order) > _LAYERS:
         lines.append(f"  and {len(order) - _LAYERS} more (--json)")
-    lines.append(f"  taken: of the sum of magnitudes, by rounding; above {_BOUND} it is left out")
-    flushed = (
-        (loss.flushed, f"{name}, {operand.replace('grad_output', 'gradient')} for {product}")
-        for name, own in found.losses.items()
-        for (product, operand), loss in own.items()
-        if loss.nonzero
-    )
-    share, where = max(flushed, default=(math.nan, "nothing was cast"))
-    lines.append(f"  zero: of the nonzero numbers, anywhere at most {percent(share)} ({where})")
-    for name in found.excluded:
-        lines.append(f"  not {'; '.join(in_words(name, found.losses[name], found.matmul))}")
+    lines.append("  off: how far rows or columns of the product change, on average and beyond")
+    lines.append(f"    chance; beyond {percent(OFF_THRESHOLD)} the layer is left out")
+    lines += [f"  not {'; '.join(in_words(one, found.matmul))}" for one in order if not one.suits]
     changes = cast_changes(found.matmul, found.losses)
-    values = [f"{k}={v}" for change in changes for k, v in change.items() if isinstance(v, str)]
+    values = [
+        " ".join(f"{key}={value}" for key, value in change.items())
+        for change in changes
+        if all(isinstance(value, str) for value in change.values())
+    ]
     lines += [f"  instead: {' or '.join(values)}"] if values else []
     return lines if found.overrides else [*lines, "  no layer is left"]
 

@@ -1,18 +1,8 @@
-"""What the casts of linear layers' operands lose in real steps, and which changes may help.
+"""What the casts of linear layers' operands lose in real steps, whom they suit, what may help.
 
 `CastMeter` casts the operands of each product along its sum, as a layer in the asked formats would
-(`mprun.precision.scaled_products`). No step computes with these casts. Of an operand x, cast and
-decoded q, it sums what these are made of:
-
-    flushed   part of the nonzero numbers that became zero
-    clipped   part that lies above the largest number of its block's scale
-    error     |q - x| / |x|, root mean squares: the inverse of the signal-to-noise ratio
-    taken     1 - sum(q sign(x)) / sum(|x|): the part of their sum of magnitudes
-
-A layer is judged by `taken`. Rounding to nearest flushes 5 to 15 % of the numbers of any tensor in
-E2M1, and moves others up by as much: 1 % is taken. Where a block holds one large number beside many
-small ones, as a gradient of logits does (p - 1 beside p), all of these go and nothing comes up.
-Stochastic rounding flushes as many, has the larger error, and takes nothing on average.
+(`mprun.precision.scaled_products`), and multiplies them. No step computes with these casts.
+`verdicts` says of each layer whether they suit it; all that is printed follows from it.
 """
 
 import math
@@ -22,23 +12,28 @@ from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, NamedTuple, Self
 
-import torch
 from torch import Tensor, nn
 
 from mprun.assembly import policy_from
 from mprun.config.schema import MatmulConfig, PrecisionConfig
-from mprun.numerics.exponent_shares import ratio
+from mprun.extensions.diagnosis.cast_losses import (
+    Casted,
+    CastLoss,
+    casted,
+    loss_from,
+    losses_of,
+)
 from mprun.numerics.probe import plainly
 from mprun.precision import DTYPES
-from mprun.precision.block_formats import SCALES, Operand, decoded, turn
+from mprun.precision.block_formats import SCALES
 from mprun.precision.module_dtypes import chosen_dtypes, those_that_match
 from mprun.precision.scaled_linear import KEPT, chosen_layers
-from mprun.precision.scaled_products import ScaledProducts, unobserved_cast
+from mprun.precision.scaled_products import PRODUCTS, ScaledProducts
 from mprun.torch_private import graph_task
 
-# Normally distributed numbers lose 1 % in E2M1, hidden layers up to 2.5 %, gradients of logits 5 to
-# 30 %.
-TAKEN_THRESHOLD = 0.03
+# Tiny networks that are healthy are off by at most 2.1 %, those with an outlier, or a gradient of
+# logits in 4 bits, by 5.5 % or more (seed 0): docs/explain.md.
+OFF_THRESHOLD = 0.035
 # Product and operand -> the dimension along which the product adds up.
 ALONG = {
     ("output", "input"): -1,
@@ -51,103 +46,34 @@ ALONG = {
 Place = tuple[str, str]  # product, operand
 Losses = Mapping[str, Mapping[Place, "CastLoss"]]  # by name of the layer
 _FINEST = 16  # numbers in a block
-_NEAR = 1 + 2.0**-20  # a scale in FP32 is rounded: its own largest number is not clipped
-
-
-class CastLoss(NamedTuple):
-    """Sums over the numbers of casts, see above.
-
-    cut: what clipping takes of magnitudes. powers: of log2(largest possible / |x|), over those that
-    were flushed. Shares are NaN where all numbers are zero.
-    """
-
-    nonzero: float = 0
-    zeroed: float = 0
-    above: float = 0
-    cut: float = 0
-    size: float = 0
-    kept: float = 0
-    squares: float = 0
-    errors: float = 0
-    powers: float = 0
-
-    @property
-    def flushed(self) -> float:
-        return ratio(self.zeroed, self.nonzero)
-
-    @property
-    def clipped(self) -> float:
-        return ratio(self.above, self.nonzero)
-
-    @property
-    def error(self) -> float:
-        return math.sqrt(ratio(self.errors, self.squares))
-
-    @property
-    def taken(self) -> float:
-        return ratio(self.size - self.kept, self.size)
-
-    @property
-    def rank(self) -> float:
-        """Return `taken`, by which to sort; a NaN, of no values or not finite ones, comes last."""
-        return -math.inf if math.isnan(self.taken) else self.taken
-
-    @property
-    def by_clipping(self) -> bool:
-        """Return whether clipping takes most of what is taken."""
-        return 2 * self.cut > max(0.0, self.size - self.kept)
-
-    @property
-    def beside(self) -> float:
-        """Return log2 of how much larger than a flushed number its block's largest is."""
-        return ratio(self.powers, self.zeroed)
-
-    def as_dict(self) -> dict[str, float]:
-        return {name: getattr(self, name) for name in ("flushed", "clipped", "error", "taken")}
-
-
-def loss_of(matrix: Tensor, operand: Operand, dim: int, kept: Tensor | None = None) -> Tensor:
-    """Return the fields of `CastLoss` for a cast of `matrix`, float64 on its device.
-
-    kept: the numbers of a layer that `delayed_scaling` keeps; they stay as they are.
-    """
-    # An observer of the layers' casts would keep these alive, too.
-    own = None if kept is None else kept.clone()
-    found = unobserved_cast(matrix, operand, dim, kept=own)
-    x = (turn(matrix, dim) if operand.turned else matrix).double()
-    q, limit = decoded(found.values, found.spread).double(), found.spread.double()
-    if found.whole is not None:  # two levels
-        whole = found.whole.double() / (448 * operand.element.top)
-        q, limit = q * whole, limit * whole
-    limit, size, (n, k) = limit * operand.element.top, x.abs(), x.shape
-    if limit.dim() == 4:  # of blocks, whose last ones may be cut
-        down, rows, across, columns = limit.shape
-        whole_blocks = nn.functional.pad(size, (0, across * columns - k, 0, down * rows - n))
-        most = whole_blocks.view(limit.shape).amax((1, 3), keepdim=True)
-        # A scale in E4M3 may be 0: its block is flushed, not clipped.
-        limit = torch.where(limit > 0, limit, most).flatten(2).flatten(0, 1)[:n, :k]
-    kept, zeroed, above = q * x.sign(), (q == 0) & (x != 0), size > limit * _NEAR
-    sums = [x != 0, zeroed, above, (size - kept) * above, size, kept, x**2, (q - x) ** 2]
-    sums.append(torch.where(zeroed, (limit / size).log2(), 0))
-    return torch.stack([own.sum(dtype=torch.float64) for own in sums])
+_TURNS = 4  # layers that are left out each alone
 
 
 class CastMeter:
     """Measure the casts of linear layers of `task` inside the block.
 
+    A measured step keeps the inputs of these layers until its backward pass. Of products larger
+    than 512 x 512 so many rows and columns are multiplied, evenly spaced.
+
     mode: its matmul names formats and layers; the task may compute in any. every: a step divisible
-    by it, from 1, is measured. loss_scale: multiplies gradients, of a task without it. ValueError:
-    as of `chosen_layers`. Layers of equal names, in several networks, count as one, as for
-    patterns. With scale delayed a layer's own scales are taken; one that has none, as in FP32, is
-    measured with scale fp32, of the tensor itself.
+    by it, from 1, is measured. early: so is each other one up to this step. loss_scale: multiplies
+    gradients, of a task without it. ValueError: as of `chosen_layers`. Layers of equal names, in
+    several networks, count as one, as for patterns. With scale delayed a layer's own scales are
+    taken; one that has none, as in FP32, is measured with scale fp32, of the tensor itself.
     """
 
     def __init__(
-        self, task: Any, mode: PrecisionConfig, every: int = 1, *, loss_scale: float = 1.0
+        self,
+        task: Any,
+        mode: PrecisionConfig,
+        every: int = 1,
+        *,
+        early: int = 0,
+        loss_scale: float = 1.0,
     ):
         policy = policy_from(mode)
         self.task, self.every, self.matmul = task, every, policy.matmul or ScaledProducts()
-        self.loss_scale = loss_scale
+        self.early, self.loss_scale = early, loss_scale
         self.dtype = policy.autocast_dtype or policy.param_dtype
         self.layers: list[tuple[str, nn.Module]] = []
         dtypes = {pattern: DTYPES[name] for pattern, name in mode.overrides.items()}
@@ -174,44 +100,76 @@ class CastMeter:
         """Return layer -> place -> what was measured; waits for the device."""
         found: dict[str, dict[Place, CastLoss]] = {}
         for (name, place), sums in self._sums.items():
-            found.setdefault(name, {})[place] = CastLoss(*sums.tolist())
+            found.setdefault(name, {})[place] = loss_from(sums.tolist())
         return found
 
     def _on_output(self, name: str, module: nn.Module, inputs: tuple, output: Tensor) -> None:
-        due = (self.task.step + 1) % self.every == 0 and output.requires_grad
-        if not due or graph_task() != -1:  # or a block that is computed anew
+        step = self.task.step + 1
+        due = step % self.every == 0 or (step % 2 == 0 and step <= self.early)
+        # Not a block that is computed anew.
+        if not due or not output.requires_grad or graph_task() != -1:
             return
-        table = inputs[1:] or (module.weight,)  # of a tied layer, or its own
-        for operand, tensor in zip(("input", "weight"), (inputs[0], *table), strict=True):
-            self._add(name, module, operand, tensor)
-        output.register_hook(partial(self._add, name, module, "grad_output"))
+        (weight,) = inputs[1:] or (module.weight,)  # of a tied layer, or its own
+        has_gradient, x, w = inputs[0].requires_grad, inputs[0].detach(), weight.detach()
+        self._add(name, module, "output", x, w)
 
-    def _add(self, name: str, module: nn.Module, operand: str, tensor: Tensor) -> None:
-        kept: Tensor | None = getattr(module, KEPT, None)
+        def on_gradient(gradient: Tensor) -> None:
+            if has_gradient:
+                self._add(name, module, "grad_input", gradient, w)
+            self._add(name, module, "grad_weight", gradient, x)
+
+        output.register_hook(on_gradient)
+
+    def _add(self, name: str, module: nn.Module, product: str, *tensors: Tensor) -> None:
+        if product in self.matmul.high_precision:
+            return
         with plainly():
-            matrix = tensor.detach().flatten(0, -2)
-            if operand == "grad_output":
-                matrix = matrix * self.loss_scale
-            matrix = matrix.to(self.dtype)
-            for place, dim in ALONG.items():
-                if place[1] == operand and place[0] not in self.matmul.high_precision:
-                    # Random bits of another name: the layer's own stay as they are.
-                    how = self.matmul.operand(operand, place[0], f"measured {name}")
-                    if kept is None and SCALES[how.scale].is_kept:
-                        how = how._replace(scale="fp32")
-                    sums = loss_of(matrix, how, dim, kept)
-                    self._sums[name, place] = self._sums.get((name, place), 0) + sums
+            left, right = (
+                self._casted(name, module, (product, operand), tensor)
+                for operand, tensor in zip(PRODUCTS[product], tensors, strict=True)
+            )
+            sums_of_both = losses_of(left, right, by_size=product == "grad_input")
+            for operand, sums in zip(PRODUCTS[product], sums_of_both, strict=True):
+                key = name, (product, operand)
+                self._sums[key] = self._sums.get(key, 0) + sums
+
+    def _casted(self, name: str, module: nn.Module, place: Place, tensor: Tensor) -> Casted:
+        kept: Tensor | None = getattr(module, KEPT, None)
+        matrix = tensor.detach().flatten(0, -2)
+        if place[1] == "grad_output":
+            matrix = matrix * self.loss_scale
+        # Random bits of another name: the layer's own stay as they are.
+        how = self.matmul.operand(place[1], place[0], f"measured {name}")
+        if kept is None and SCALES[how.scale].is_kept:
+            how = how._replace(scale="fp32")
+        return casted(matrix.to(self.dtype), how, ALONG[place], kept)
 
 
-def worst_place(own: Mapping[Place, CastLoss]) -> Place:
-    """Return the product and operand of a layer of which rounding takes most."""
-    return max(own, key=lambda place: own[place].rank)
+class Verdict(NamedTuple):
+    """What is said of a layer, by everyone: of which operand's cast a product is furthest off."""
+
+    name: str
+    place: Place
+    loss: CastLoss
+
+    @property
+    def suits(self) -> bool:
+        return self.loss.rank <= OFF_THRESHOLD
 
 
-def taking(losses: Losses) -> list[str]:
-    """Return the layers of which a cast takes more than the threshold, the worst first."""
-    most = {name: own[worst_place(own)].rank for name, own in losses.items()}
-    return sorted((n for n in most if most[n] > TAKEN_THRESHOLD), key=lambda n: -most[n])
+def _rank(one: Verdict) -> float:
+    return one.loss.rank
+
+
+def verdicts(losses: Losses) -> list[Verdict]:
+    """Judge each layer, the worst first."""
+    each = [[Verdict(name, *one) for one in own.items()] for name, own in losses.items()]
+    return sorted((max(own, key=_rank) for own in each), key=_rank, reverse=True)
+
+
+def unsuited(losses: Losses, bound: float = OFF_THRESHOLD) -> list[str]:
+    """Return the layers that the casts do not suit, the worst first."""
+    return [one.name for one in verdicts(losses) if one.loss.rank > bound]
 
 
 def without_layers(modules: Iterable[str], layers: Iterable[str], out: list[str]) -> list[str]:
@@ -255,64 +213,89 @@ class CastAdvice:
             for name, own in ((name, found.items()) for name, found in self.losses.items())
         }
         chosen = {key: getattr(self, key) for key in ("mode", "excluded", "overrides", "command")}
-        return {"threshold": TAKEN_THRESHOLD, "steps": self.steps, "layers": layers} | chosen
+        return {"threshold": OFF_THRESHOLD, "steps": self.steps, "layers": layers} | chosen
 
 
 def cast_advice(losses: Losses, matmul: MatmulConfig, mode: list[str], steps: int) -> CastAdvice:
     """Judge the measured layers; mode: overrides without those of matmul.modules."""
-    out, modules = taking(losses), matmul.modules
+    out, modules = unsuited(losses), matmul.modules
     kept = without_layers(modules, losses, out) if out else modules
     named = [f"precision.matmul.modules={typed(kept)}"] if kept != ["*"] else []
     overrides = [*mode, *named] if len(out) < len(losses) else []
     return CastAdvice(mode, matmul, steps, losses, out, overrides)
 
 
-def cast_changes(matmul: MatmulConfig, losses: Losses) -> Iterator[dict[str, Any]]:
-    """Yield overrides, key -> value, that may cure what these casts lose, smallest first."""
-    key, out = "precision.matmul", taking(losses)
+def cast_changes(
+    matmul: MatmulConfig, losses: Losses, bound: float = OFF_THRESHOLD
+) -> Iterator[dict[str, Any]]:
+    """Yield overrides, key -> value, that may cure what these casts lose, smallest first.
+
+    bound: of layers that are further off than this.
+    """
+    key, out = "precision.matmul", unsuited(losses, bound)
     places = [(place, losses[name][place]) for name in out for place in losses[name]]
-    worst = [(place, loss) for place, loss in places if loss.taken > TAKEN_THRESHOLD]
+    worst = [(place, loss) for place, loss in places if loss.rank > bound]
     of_gradients = [loss for (_, operand), loss in worst if operand == "grad_output"]
-    nearest = matmul.grad_rounding == "nearest"
+    nearest = matmul.grad_rounding == "nearest" and matmul.scale != "delayed"
     if nearest and not all(loss.by_clipping for loss in of_gradients):
         yield {f"{key}.grad_rounding": "stochastic"}
     rounded = matmul.scale == "e8m0" and matmul.scale_rounding != "rceil"
     if rounded and any(loss.by_clipping for _, loss in worst):
         yield {f"{key}.scale_rounding": "rceil"}
-    for count in dict.fromkeys((1, len(out))) if out and len(losses) > len(out) else ():
-        patterns = without_layers(matmul.modules, losses, out[:count])
-        yield {f"{key}.modules": patterns}
+    # One of several may be the cause; then all.
+    turns = [[name] for name in out[:_TURNS]]
+    for group in turns if out == out[:1] else [*turns, out]:
+        if len(losses) > len(group):
+            yield {f"{key}.modules": without_layers(matmul.modules, losses, group)}
+    if out and (finer := _finer(matmul)):
+        yield {f"{key}.{name}": value for name, value in finer.items()}
+
+
+def _finer(matmul: MatmulConfig) -> dict[str, str]:
+    """Return what makes scales of fewer numbers: a row's, or of blocks half as long."""
+    if matmul.granularity == "tensor":
+        kept = matmul.scale == "delayed"  # of earlier steps, of whole tensors alone
+        return {"granularity": "row"} | ({"scale": "fp32"} if kept else {})
     rows, _, columns = matmul.granularity.partition("x")
-    if out and columns and int(columns) > _FINEST:
-        yield {f"{key}.granularity": f"{rows}x{int(columns) // 2}"}
+    if columns and int(columns) > _FINEST:
+        return {"granularity": f"{rows}x{int(columns) // 2}"}
+    return {}
 
 
 _OPERANDS = {"input": "input", "weight": "weight", "grad_output": "gradient of the output"}
 _FOR = {"output": "output", "grad_input": "input's gradient", "grad_weight": "weight's gradient"}
 
 
-def in_words(name: str, own: Mapping[Place, CastLoss], matmul: MatmulConfig) -> Iterator[str]:
-    """Yield what rounding does to the worst operand of a layer."""
-    place = worst_place(own)
-    loss, block = own[place], matmul.granularity
-    if place[1] == "weight":
+def in_words(one: Verdict, matmul: MatmulConfig) -> Iterator[str]:
+    """Yield what a cast does to the numbers of a layer's operand, and to the product."""
+    (product, operand), loss, block = one.place, one.loss, matmul.granularity
+    if operand == "weight":
         block = matmul.weight_granularity or block
-    part = f" in blocks of {block}" if "x" in block else ""
-    yield f"{name}: {_OPERANDS[place[1]]}, cast for the {_FOR[place[0]]}"
-    if not loss.by_clipping:
-        beside = f"the largest of a block is 2^{loss.beside:.1f} times as large"
-        yield f"{percent(loss.flushed)} of its nonzero numbers become 0{part}; {beside}"
+    part, of = (f" in blocks of {block}", "of a block ") if "x" in block else ("", "")
+    yield f"{one.name}: {_OPERANDS[operand]}, cast for the {_FOR[product]}"
     if loss.by_clipping:
         how = f" by scale_rounding={matmul.scale_rounding}" if matmul.scale == "e8m0" else ""
         yield f"{percent(loss.clipped)} of its nonzero numbers are clipped{part}{how}"
-    stochastic = place[1] == "grad_output" and matmul.grad_rounding == "stochastic"
-    how = "stochastic rounding" if stochastic else "rounding to nearest"
-    yield f"{how} takes {percent(loss.taken)} of the sum of their magnitudes"
+    else:
+        beside = f"the largest {of}is 2^{loss.beside:.1f} times as large"
+        yield f"{percent(loss.flushed)} of its nonzero numbers become 0{part}; {beside}"
+    rows = "rows" if loss.worse is loss.rows else "columns"
+    lost = f"; {percent(loss.worse.lost)} keep less than half" if loss.worse.lost else ""
+    yield f"{rows} of the {_FOR[product]} are {percent(loss.worse.off)} off{lost}"
 
 
 def sentences(losses: Losses, matmul: MatmulConfig) -> list[list[str]]:
-    """Return sentences on each layer of which a cast takes much, the worst first."""
-    return [[*in_words(name, losses[name], matmul)] for name in taking(losses)]
+    """Return sentences on each layer that the casts do not suit, the worst first, or on the worst
+    of those that they suit."""
+    found = verdicts(losses)
+    said = [[*in_words(one, matmul)] for one in found if not one.suits]
+    return said or [[f"suit every layer: {how_far(one)}"] for one in found[:1]]
+
+
+def how_far(one: Verdict) -> str:
+    """Return how far the products of the worst layer are off."""
+    far = f"the worst product's rows are {percent(one.loss.worse.off)} off"
+    return f"{far} ({one.name}; {percent(OFF_THRESHOLD)} is the bound)"
 
 
 def percent(share: float) -> str:

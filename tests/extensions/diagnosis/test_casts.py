@@ -1,5 +1,6 @@
 """What casts of linear layers lose: by hand, as the layers cast, and in runs where it matters."""
 
+import contextlib
 import math
 import re
 import shlex
@@ -9,24 +10,32 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 
+from benchmarks.planted_causes.causes import networks
 from mprun.cli import main
 from mprun.config.compose import compose_config
 from mprun.config.schema import MatmulConfig
-from mprun.extensions.diagnosis import casts, worse_ending
-from mprun.extensions.diagnosis.casts import (
+from mprun.extensions.diagnosis import cast_losses, worse_ending
+from mprun.extensions.diagnosis.cast_losses import (
     CastLoss,
+    RowLoss,
+    casted,
+    loss_from,
+    losses_of,
+)
+from mprun.extensions.diagnosis.casts import (
     CastMeter,
     cast_advice,
     cast_changes,
-    loss_of,
     sentences,
-    taking,
     typed,
+    unsuited,
+    verdicts,
     without_layers,
-    worst_place,
 )
 from mprun.extensions.diagnosis.commands.explain import explain
+from mprun.extensions.diagnosis.interventions import options_of
 from mprun.models.gpt import GPT
 from mprun.numerics.replay import Steps
 from mprun.precision import scaled_products
@@ -44,7 +53,7 @@ KEY = "precision.matmul"
 def lost(matrix, dim=-1, **products) -> CastLoss:
     own = ScaledProducts(E2M1, E2M1, E2M1, **products)
     operand = own.operand("grad_output", "grad_input")
-    return CastLoss(*loss_of(torch.as_tensor(matrix), operand, dim).tolist())
+    return CastLoss(*casted(torch.as_tensor(matrix), operand, dim).sums.tolist())
 
 
 def of_logits(p: list[float]) -> list[float]:
@@ -122,7 +131,9 @@ def test_the_meter_casts_as_the_layers_do(build_run, monkeypatch, mode, each):
         return found
 
     own, steps = scaled_products.unobserved_cast, Steps(built, 0, 0)
-    monkeypatch.setattr(casts, "unobserved_cast", lambda *a, **k: noted(measured, own(*a, **k)))
+    monkeypatch.setattr(
+        cast_losses, "unobserved_cast", lambda *a, **k: noted(measured, own(*a, **k))
+    )
     steps.advance()
     monkeypatch.setattr(scaled_products, "observer", lambda _, take: noted(seen, take()))
     with CastMeter(built.task, compose_config(run).config.precision, 2) as meter:
@@ -161,12 +172,13 @@ def test_a_measured_run_is_bit_equal(build_run):
     assert all(map(torch.equal, weights[0][1], weights[1][1]))
 
 
-def losses_of(**taken: float) -> dict[str, dict]:
-    """Layers, of whose gradient's casts rounding takes these parts."""
+def layers_off(**off: float) -> dict[str, dict]:
+    """Layers, whose weight's gradients are this far off by the cast of the output's gradient."""
     place = ("grad_weight", "grad_output")
+    numbers = (100, 40, 0, 0, 1, 0.9, 1, 0.01, 200)
     return {
-        name.replace("_", "."): {place: CastLoss(100, 40, 0, 0, 1, 1 - part, 1, 0.01, 200)}
-        for name, part in taken.items()
+        name: {place: CastLoss(*numbers, rows=RowLoss(10, 1, 2, 2 * part))}
+        for name, part in off.items()
     }
 
 
@@ -184,53 +196,112 @@ def test_patterns_that_leave_layers_out():
         assert compose_config(line).config.precision.matmul.modules == expected
 
 
-def test_layers_are_left_out_by_what_rounding_takes():
+def test_layers_are_left_out_by_how_far_their_products_are_off():
     products, mode = MatmulConfig("e2m1", "e2m1", "e2m1", "1x16"), ["precision=x"]
-    found = cast_advice(losses_of(a=0.02, b=0.2, c=0.04), products, mode, 3)
+    found = cast_advice(layers_off(a=0.03, b=0.2, c=0.07), products, mode, 3)
     assert found.excluded == ["b", "c"]
     assert found.overrides == [*mode, f'{KEY}.modules=["*","!b","!c"]']
-    assert cast_advice(losses_of(a=0.02), products, mode, 3).overrides == mode
-    assert cast_advice(losses_of(a=0.5), products, mode, 3).overrides == []
-    assert taking(losses_of(a=0.029, b=0.031)) == ["b"] and taking({}) == []
-    assert found.as_dict()["layers"]["b"]["grad_output of grad_weight"]["taken"] == pytest.approx(
-        0.2
-    )
-    [text, _] = sentences(losses_of(a=0.02, b=0.2, c=0.04), products)
+    assert cast_advice(layers_off(a=0.03), products, mode, 3).overrides == mode
+    assert cast_advice(layers_off(a=0.5), products, mode, 3).overrides == []
+    assert unsuited(layers_off(a=0.034, b=0.036)) == ["b"] and unsuited({}) == []
+    own = found.as_dict()["layers"]["b"]["grad_output of grad_weight"]
+    assert (own["off"], own["lost"]) == (pytest.approx(0.2), 0.1)
+    [text, _] = sentences(layers_off(a=0.03, b=0.2, c=0.07), products)
     assert text == [
         "b: gradient of the output, cast for the weight's gradient",
         "40 % of its nonzero numbers become 0 in blocks of 1x16; the largest of a block is 2^5.0 "
         "times as large",
-        "rounding to nearest takes 20 % of the sum of their magnitudes",
+        "rows of the weight's gradient are 20 % off; 10 % keep less than half",
     ]
+    [[text]] = sentences(layers_off(a=0.03, b=0.01), products)
+    assert text.startswith("suit every layer: ") and "3 % off (a; 3.5 %" in text
 
 
 def test_a_cast_that_is_not_finite_hides_none():
-    lost, (place,) = CastLoss(1, size=math.nan), losses_of(a=0.2)["a"]
-    own = {("output", "input"): lost, place: losses_of(a=0.2)["a"][place]}
-    assert worst_place(own) == place
-    assert taking({"nan": {place: lost}, "a": own}) == ["a"]
+    lost, (place,) = CastLoss(1, rows=RowLoss(0, 0, 0, 0)), layers_off(a=0.2)["a"]
+    own = {("output", "input"): lost, place: layers_off(a=0.2)["a"][place]}
+    [first, second] = verdicts({"nan": {place: lost}, "a": own})
+    assert (first.name, first.place, second.name) == ("a", place, "nan") and second.suits
 
 
 def test_changes_follow_from_what_was_lost():
-    flushed = losses_of(a=0.01, b=0.2, c=0.1)
+    flushed = layers_off(a=0.01, b=0.2, c=0.1)
     plain = MatmulConfig("e2m1", "e2m1", "e2m1", "1x32", scale="e8m0", scale_rounding="even")
     assert [*cast_changes(plain, flushed)] == [
         {f"{KEY}.grad_rounding": "stochastic"},
         {f"{KEY}.modules": ["*", "!b"]},
+        {f"{KEY}.modules": ["*", "!c"]},
         {f"{KEY}.modules": ["*", "!b", "!c"]},
         {f"{KEY}.granularity": "1x16"},
     ]
     stochastic = MatmulConfig("e2m1", "e2m1", "e2m1", "1x16", grad_rounding="stochastic")
-    assert [*cast_changes(stochastic, losses_of(a=0.2))] == []
-    assert [*cast_changes(plain, losses_of(a=0.02))] == []
+    assert [*cast_changes(stochastic, layers_off(a=0.2))] == []
+    assert [*cast_changes(plain, layers_off(a=0.02))] == []
+    assert [*cast_changes(stochastic, layers_off(a=0.02, b=0), 0)] == [
+        {f"{KEY}.modules": ["*", "!a"]}
+    ]
     clipped = {"a": {("output", "input"): CastLoss(100, 0, 30, 0.1, 1, 0.9, 1, 0.1)}}
-    first = next(cast_changes(plain, clipped | losses_of(b=0.0)))
+    clipped["a"]["output", "input"] = clipped["a"]["output", "input"]._replace(
+        columns=RowLoss(10, 0, 1, 0.1)
+    )
+    first = next(cast_changes(plain, clipped | layers_off(b=0.0)))
     assert first == {f"{KEY}.scale_rounding": "rceil"}
     [text] = sentences(clipped, plain)
-    assert (
-        text[1]
-        == "30 % of its nonzero numbers are clipped in blocks of 1x32 by scale_rounding=even"
-    )
+    assert text[1:] == [
+        "30 % of its nonzero numbers are clipped in blocks of 1x32 by scale_rounding=even",
+        "columns of the output are 10 % off",
+    ]
+
+
+@pytest.mark.parametrize("mode", ["fp8_tensorwise", "fp8_delayed"])
+def test_a_scale_of_a_tensor_may_be_of_its_rows(mode):
+    config = compose_config([*TINY_GPT, f"precision={mode}"]).config
+    *_, finer = cast_changes(config.precision.matmul, layers_off(a=0.2, b=0.0))
+    assert finer[f"{KEY}.granularity"] == "row"
+    line = [*TINY_GPT, f"precision={mode}", *(f"{k}={v}" for k, v in finer.items())]
+    assert compose_config(line).config.precision.matmul.granularity == "row"
+
+
+def product_of(left, right, by_size=False, **formats) -> tuple[CastLoss, CastLoss]:
+    """What a product of two matrices loses by each cast, to E4M3 with a scale of the tensor."""
+    products = ScaledProducts(E4M3, E4M3, E4M3, **formats)
+    operands = (products.operand(name, "output") for name in ("input", "weight"))
+    both = [casted(m, own, -1) for m, own in zip((left, right), operands, strict=True)]
+    found = losses_of(*both, by_size=by_size)
+    return loss_from(found[0].tolist()), loss_from(found[1].tolist())
+
+
+def test_a_row_that_is_an_outlier_hides_no_other():
+    """2^24 beside ones: E4M3 ends 2^18 below its largest. The other 7 rows become zero; of their
+    sum of magnitudes almost nothing is taken. A scale of each row keeps all."""
+    left, right = torch.ones(8, 4), torch.ones(5, 4)
+    left[3] = 2.0**24
+    found, other = product_of(left, right)
+    assert (found.emptied, found.rows.lost) == (7 / 8, 7 / 8)
+    # Their mean, and two standard errors.
+    assert found.rows.off == pytest.approx((7 - 2 * math.sqrt(7)) / 8)
+    assert found.taken < 1e-6 and found.columns.off < 1e-6
+    assert other.rank == 0
+    assert product_of(right, left)[1].columns.off == found.rows.off
+    assert product_of(left, right, granularity="row")[0].rank < 1e-6
+    # Counted by its size, as a sample of a gradient, the outlier is all that there is.
+    assert product_of(left, right, by_size=True)[0].rows.off < 1e-6
+
+
+def test_rounding_errors_do_not_show_in_a_mean():
+    """Normally distributed numbers in E2M1: errors of a tenth, in any direction."""
+    torch.manual_seed(0)
+    left, right = torch.randn(256, 64), torch.randn(256, 64)
+    products = ScaledProducts(E2M1, E2M1, E2M1, granularity="1x16", scale="e4m3")
+    both = [casted(m, products.operand("input", "output"), -1) for m in (left, right)]
+    loss = loss_from(losses_of(*both)[0].tolist())
+    assert 0.05 < loss.error < 0.2 and loss.rank < 0.03
+
+
+def test_a_large_product_is_sampled(monkeypatch):
+    monkeypatch.setattr(cast_losses, "_SAMPLED", 4)
+    found, _ = product_of(torch.ones(7, 4), torch.ones(9, 4))
+    assert (found.rows.weight, found.columns.weight) == (4, 3)
 
 
 def test_advice_on_a_mode_in_blocks(tmp_path, capsys):
@@ -242,7 +313,8 @@ def test_advice_on_a_mode_in_blocks(tmp_path, capsys):
     assert f"measures in FP32, and casts as with {' '.join(asked)}" in err
     lines = out.splitlines()
     verdict = (
-        r" suits \d of 4 layers: rounding takes up to \S+ % of a sum \(\S+; 3 % is the bound\)"
+        r" suits (\d) of 4 layers: the worst product's rows are \S+ % off "
+        r"\(\S+; 3.5 % is the bound\)"
     )
     assert re.fullmatch(re.escape(" ".join(asked[:2])) + verdict, lines[0])
     start = lines.index(
@@ -258,11 +330,49 @@ def test_advice_on_a_mode_in_blocks(tmp_path, capsys):
     assert not (tmp_path / "x").exists()
 
 
-def test_an_outlier_shows_in_what_becomes_zero(tmp_path, capsys, monkeypatch):
-    """One channel of a norm 2^19 as large, its column 2^-19: FP32 computes the same.
+class Planted(nn.Module):
+    """Two layers, of which the second meets an outlier of 2^24; FP32 computes with it.
 
-    The outlier is nearly all of the sum of magnitudes, so rounding takes little of that.
+    Of gradients 2^40: E5M2 reaches 2^32 below its largest number.
     """
+
+    def __init__(self, operand: str):
+        super().__init__()
+        self.operand, self.first, self.second = operand, nn.Linear(16, 16), nn.Linear(16, 16)
+        self.unused = (torch.arange(16) > 0).float()
+        with torch.no_grad():
+            self.second.weight[0, 0] *= 2.0**24 if operand == "weight" else 1
+
+    def forward(self, x):
+        large = torch.ones(32, 1)
+        large[5] = 2.0**24 if self.operand == "input" else 1
+        y = self.second(self.first(x) * self.unused * large)
+        return y * (1 + 2.0**40 * (torch.arange(16) == 3) * (self.operand == "grad_output"))
+
+
+@pytest.mark.parametrize("operand", ["input", "weight", "grad_output", ""])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_the_layer_of_an_outlier_is_named(operand, seed):
+    torch.manual_seed(seed)
+    learner = SimpleNamespace(model=Planted(operand))
+    task = SimpleNamespace(learners={"": learner}, step=0)
+    mode = compose_config(["precision=fp8_tensorwise", f"{KEY}.modules=['*',second]"]).config
+    with CastMeter(task, mode.precision) as meter:
+        (learner.model(torch.randn(32, 16)) * torch.randn(32, 16)).sum().backward()
+    losses = meter.read()
+    advice = cast_advice(losses, mode.precision.matmul, [], 1)
+    named = [one.place[1] for one in verdicts(losses) if not one.suits]
+    assert named == ([operand] if operand else [])
+    assert advice.excluded == (["second"] if operand else [])
+    said = sentences(losses, mode.precision.matmul)[0][0]
+    assert said.startswith("second: " if operand else "suit every layer")
+    cures = [*cast_changes(mode.precision.matmul, losses)]
+    assert ({f"{KEY}.modules": ["*", "!second"]} in cures) == bool(operand)
+
+
+@pytest.fixture
+def outlier(monkeypatch) -> list[str]:
+    """One channel of a norm 2^19 as large, its column 2^-19: FP32 computes the same."""
     original = GPT.__init__
 
     def planted(self, *arguments, **named):
@@ -273,11 +383,20 @@ def test_an_outlier_shows_in_what_becomes_zero(tmp_path, capsys, monkeypatch):
             block.mlp.inputs.weight[:, 3] *= 2.0**-19
 
     monkeypatch.setattr(GPT, "__init__", planted)
-    line = [*TINY_GPT, "optim=sgd_plain", "optim.lr=1e-12", "train.steps=4"]
-    mode = "precision=fp8_tensorwise"
-    assert main(["advise", *line, mode, f"output_dir='{tmp_path / 'advise'}'"]) == 0
-    said = re.search(r"zero: .* at most (\S+) % \((.*)\)", capsys.readouterr().out)
-    assert float(said[1]) > 90 and said[2].startswith("blocks.0.mlp.inputs, input for ")
+    return [*TINY_GPT, "optim=sgd_plain", "optim.lr=1e-12", "precision=fp8_tensorwise"]
+
+
+def test_advice_leaves_the_layer_of_an_outlier_out(tmp_path, capsys, outlier):
+    """In one output: the verdict, the table and the command."""
+    line = [*outlier, "train.steps=4", f"output_dir='{tmp_path / 'advise'}'"]
+    assert main(["advise", *line]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("precision=fp8_tensorwise suits 7 of 8 layers: ")
+    assert "(blocks.0.mlp.inputs; 3.5 % is the bound)" in lines[0]
+    named = [line for line in lines if line.startswith("  not ")]
+    assert len(named) == 1 and named[0].startswith("  not blocks.0.mlp.inputs: input, cast for ")
+    command = lines[lines.index("use it with precision=fp8_tensorwise") + 1]
+    assert '["*","!blocks.0.mlp.inputs"]' in command
 
 
 def test_advice_measures_at_the_loss_scale_that_is_asked_for(tmp_path, capsys):
@@ -292,22 +411,110 @@ def test_advice_measures_at_the_loss_scale_that_is_asked_for(tmp_path, capsys):
     assert flushed[0] > 0.9 and flushed[1] < 0.1
 
 
-def test_a_run_in_blocks_that_is_done_is_explained(tmp_path, capsys, monkeypatch):
+def test_a_run_in_8_bits_that_is_done_is_explained(tmp_path, capsys, monkeypatch, outlier):
     path = tmp_path / "run"
-    line = [*TINY_GPT, "precision=mxfp4", ALL, "train.steps=6", f"output_dir='{path}'"]
-    assert main(line) == 0
+    assert main([*outlier, "train.steps=6", f"output_dir='{path}'"]) == 0
     capsys.readouterr()
     found = as_json(capsys, "explain", str(path), "--no-cures", "--steps", "4")
     assert found["verdict"] == "casts" and found["tried"] == []
     assert found["replay"] == "steps 1 to 4 of 6: losses bit-equal to the run's"
-    assert found["casts"][0][0].startswith("output: gradient of the output")
+    expected = "blocks.0.mlp.inputs: input, cast for the "
+    [casts] = found["casts"]
+    assert casts[0].startswith(expected)
     refused(capsys, "explain", path, "--steps", "0", says="--steps 0")
-    # A minute is over before the step that was to be measured.
+    # A minute is over before the last step, which was to be measured, or before the second.
     monkeypatch.setattr(worse_ending, "MEASURED", 1)
-    for seconds, expected in ((20, "output: gradient of the output"), (40, "not measured")):
+    for seconds, said in ((20, expected), (40, "not measured")):
         clock = SimpleNamespace(perf_counter=count(step=seconds).__next__)
         monkeypatch.setattr(worse_ending, "time", clock)
-        assert explain(path, with_cures=False).casts[0][0].startswith(expected)
+        assert explain(path, with_cures=False).casts[0][0].startswith(said)
+
+
+class Runs:
+    """Runs whose loss is told by their layers and products in 8 bits; 4 steps of 10 seconds."""
+
+    def __init__(self, monkeypatch, layers: str, loss_of):
+        self.layers, self.seconds, self.trained = [*layers], 0.0, []
+        monkeypatch.setattr(worse_ending, "time", SimpleNamespace(perf_counter=self.now))
+        monkeypatch.setattr(worse_ending, "CastMeter", self.meter)
+        monkeypatch.setattr(worse_ending, "_losses", self.losses)
+        self.loss_of = loss_of
+
+    def now(self):
+        return self.seconds
+
+    def meter(self, *_, early):
+        layers = [(name, None) for name in self.layers]
+        meter = contextlib.nullcontext(SimpleNamespace(layers=layers, read=dict))
+        meter.layers = layers
+        return meter
+
+    def build(self, config):
+        return SimpleNamespace(config=config, steps=4, task=None)
+
+    def losses(self, built, count, seconds=math.inf):
+        self.seconds += 10
+        matmul = built.config["precision"]["matmul"]
+        out = {pattern[1:] for pattern in matmul["modules"] if pattern.startswith("!")}
+        cast = {name for name in self.layers if name not in out} if matmul.get("input") else set()
+        products = {"output", "grad_input", "grad_weight"} - {*matmul["high_precision"]}
+        self.trained.append(built.config)
+        return [self.loss_of(cast, products)] * 4
+
+    def find(self, mode="fp8_tensorwise", **named):
+        found = compose_config([*TINY_GPT, f"precision={mode}"])
+        config = found.as_dict()
+        named = {"steps": 4, "options": options_of()} | named
+        return worse_ending.find_ending(self.build, config, found.config.precision, [], **named)
+
+
+def test_the_layer_that_costs_is_found_by_halves(monkeypatch):
+    """No layer was measured; one of 16 takes 1 % alone, all others together 0.1 %."""
+    cost = lambda cast, _: 1 + 0.01 * ("k" in cast) + 0.001 * bool(cast)  # noqa: E731
+    runs = Runs(monkeypatch, "abcdefghijklmnop", cost)
+    found = runs.find()
+    assert found.gap == pytest.approx(0.011)
+    first = next(one for one in found.tried if one.cures)
+    assert first.overrides == (f'{KEY}.modules=["*","!k"]',)
+    assert first.result == "+0.10 %, 91 % of the gap taken away"
+    assert found.tried[-1].overrides == ("precision=bf16_master",)
+    # Halves of 16 and 8, four in turn, three products, no casts; the run's own and FP32.
+    assert len(found.tried) == 2 + 2 + 4 + 3 + 1 and len(runs.trained) == len(found.tried) + 2
+
+
+def test_products_take_their_share_of_a_gap(monkeypatch):
+    """Two layers cost alike: none takes half away alone; a product does."""
+    cost = lambda cast, products: 1 + 0.01 * len(cast) * ("grad_input" in products)  # noqa: E731
+    found = Runs(monkeypatch, "abcde", cost).find()
+    cures = [one.change for one in found.tried if one.cures]
+    assert cures[-2:] == [f"{KEY}.high_precision=[grad_input]", "precision=bf16_master"]
+    [product] = [one for one in found.tried if one.change == cures[-2]]
+    assert product.result == "+0.00 %, 100 % of the gap taken away"
+
+
+def test_a_gap_that_no_change_takes_away_is_not_found(monkeypatch):
+    found = Runs(monkeypatch, "ab", lambda cast, _: 1.01 - 0.001 * (not cast)).find()
+    assert not [one for one in found.tried if one.cures]
+
+
+def test_a_budget_of_seconds_is_kept(monkeypatch):
+    """Of 45 s the run's own steps and FP32's take 20; one change more, and none that passes 45."""
+    runs = Runs(monkeypatch, "ab", lambda cast, _: 1 + 0.01 * len(cast))
+    changes = [{"optim.lr": 1.0}, {"optim.lr": 2.0}, {"optim.lr": 3.0}]
+    found = runs.find(changes=changes, seconds=45)
+    assert runs.seconds == 40
+    assert [one.result.startswith("not tried") for one in found.tried] == [False, False, True, True]
+
+
+def test_a_16_bit_run_takes_its_changes_from_outside(monkeypatch):
+    """No layer casts: nothing is said of casts, nor tried."""
+    runs = Runs(monkeypatch, "", lambda cast, _: 1.0)
+    losses = iter([1.1, 1.0, 1.02])
+    runs.loss_of = lambda *_: next(losses)
+    found = runs.find("bf16_kahan", changes=[{"precision.master_dtype": "fp32"}])
+    assert found.casts == []
+    [one] = found.tried
+    assert one.cures and one.result == "+2.00 %, 80 % of the gap taken away"
 
 
 SMALL = [*ONE_CORE, "model=gpt", "model.hidden_size=32", "data=docs_chars", "data.batch_size=8"]
@@ -328,3 +535,33 @@ def test_gradients_of_logits_are_named(tmp_path, mode, seed):
     tried = {one.overrides: one.cures for one in found.tried}
     assert found.smallest.overrides == (f"{KEY}.grad_rounding=stochastic",)
     assert tried[f'{KEY}.modules=["*","!output"]',] and found.command.endswith("=stochastic")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("cause", "layer"),
+    [
+        ("outlier_sample.a", "first"),
+        ("outlier_weight.b", "embed"),
+        ("stale_delayed_scale.a", "first"),
+        ("inputs_in_4_bits.a", "first"),
+        ("healthy.perceptron_fp8", ""),
+        ("healthy.rows_fp8_rowwise", ""),
+    ],
+)
+@pytest.mark.parametrize("seed", [1, 2])
+def test_planted_outliers_are_named_alike_by_both(tmp_path, capsys, cause, layer, seed):
+    cell = networks()[cause]
+    line = [*cell.words, f"precision={cell.mode}", f"seed={seed}"]
+    advice = as_json(capsys, "advise", *line, "--steps", "24", f"output_dir='{tmp_path / 'a'}'")
+    assert advice["casts"]["excluded"] == [layer] * bool(layer)
+    assert main([*line, f"output_dir='{tmp_path / 'run'}'"]) == 0
+    capsys.readouterr()
+    own = [word for word in line if "factory=" in word]
+    found = as_json(capsys, "explain", str(tmp_path / "run"), *own)
+    said = found["casts"][0][0]
+    if not layer:
+        assert said.startswith("suit every layer: ")
+    else:
+        assert said.startswith(f"{layer}: ")
+        assert found["smallest_cure"] == [f'{KEY}.modules=["*","!{layer}"]']

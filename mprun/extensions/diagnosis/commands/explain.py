@@ -319,7 +319,7 @@ def _chosen(record: object, names: str) -> dict:
 
 
 def as_text(explanation: Explanation) -> list[str]:
-    from mprun.extensions.diagnosis.casts import TAKEN_THRESHOLD, percent
+    from mprun.extensions.diagnosis.casts import percent
     from mprun.extensions.diagnosis.first_nonfinite import in_words
     from mprun.extensions.diagnosis.interventions import FP32, WORSE
     from mprun.extensions.diagnosis.worse_ending import PART
@@ -329,11 +329,10 @@ def as_text(explanation: Explanation) -> list[str]:
     parts = {"run": [start, *explanation.classification], "replay": [explanation.replay]}
     if finding is not None:
         parts |= {"culprit": in_words(finding), "ramp": _ramp(finding.ramp)}
-    if explanation.casts or (explanation.status == "done" and finding is None):
-        lost = [
+    if explanation.casts:
+        parts["casts"] = [
             f"{'  ' * (n > 0)}{line}" for own in explanation.casts for n, line in enumerate(own)
         ]
-        parts["casts"] = lost or [f"none takes more than {percent(TAKEN_THRESHOLD)} of a sum"]
     if tried:
         since = "from the start of the run up to" if explanation.from_start else "on"
         verdicts = {True: "cures", False: "does not cure", None: "-"}
@@ -343,12 +342,14 @@ def as_text(explanation: Explanation) -> list[str]:
         )
         if finding is None:
             rule = f"the same steps; cures: takes away {percent(PART)} of the gap to FP32"
+            rule += "; parts need not add up"
         parts["tried"] = [rule, *aligned(rows, width=page_width(beside=_MARGIN))]
         fp32 = any(one.overrides == FP32 and one.cures is False for one in tried)
         fails_too = "; FP32 fails as well: the recipe is at fault, not the precision"
-        parts["cure"] = [f"none of these{fails_too if fp32 else ''}"]
+        none = "none of these" if finding else f"not found: none takes away {percent(PART)}"
+        parts["cure"] = [f"{none}{fails_too if fp32 else ''}"]
     if cure is not None:
-        smallest = "the smallest of them" if finding else f"the smallest change; {cure.result} left"
+        smallest = "the smallest of them" if finding else f"the smallest change; {cure.result}"
         found = f"{cure.change} ({smallest})"
         parts["cure"] = [found, str(explanation.command)]
     return [
