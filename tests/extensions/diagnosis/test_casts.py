@@ -549,15 +549,15 @@ def test_gradients_of_logits_are_named(tmp_path, mode, seed):
         ("healthy.rows_fp8_rowwise", ""),
     ],
 )
-@pytest.mark.parametrize("seed", [1, 2])
-def test_planted_outliers_are_named_alike_by_both(tmp_path, capsys, cause, layer, seed):
+def test_planted_outliers_are_named_alike_by_both(tmp_path, capsys, cause, layer):
     cell = networks()[cause]
-    line = [*cell.words, f"precision={cell.mode}", f"seed={seed}"]
+    line = [*cell.words, f"precision={cell.mode}", "seed=1"]
     advice = as_json(capsys, "advise", *line, "--steps", "24", f"output_dir='{tmp_path / 'a'}'")
     assert advice["casts"]["excluded"] == [layer] * bool(layer)
     assert main([*line, f"output_dir='{tmp_path / 'run'}'"]) == 0
     capsys.readouterr()
     own = [word for word in line if "factory=" in word]
+    own += ["--no-cures"] * (not layer)
     found = as_json(capsys, "explain", str(tmp_path / "run"), *own)
     said = found["casts"][0][0]
     if not layer:
