@@ -2,10 +2,9 @@
 
 import copy
 import math
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -16,48 +15,39 @@ from mprun.config.compose import compose_config
 from mprun.config.keys import networks_in_turn
 from mprun.config.option_files import modes
 from mprun.config.schema import MatmulConfig
-from mprun.errors import BadInput, MprunError
 from mprun.extensions.diagnosis.casts import typed
 from mprun.extensions.diagnosis.first_nonfinite import Finding
+from mprun.extensions.diagnosis.trials import (
+    FP32,
+    SETTLED,
+    Budget,
+    Course,
+    Tried,
+    bound,
+    result_of,
+    taken,
+    train,
+)
 from mprun.numerics.exponent_shares import FP16_MAX
-from mprun.numerics.post_mortem import EXPLOSION, LAST, explosion, power
+from mprun.numerics.post_mortem import EXPLOSION, LAST, explosion
 from mprun.numerics.replay import Steps, resume_from, same_loss, use_batch
-from mprun.numerics.state import all_finite, carried, weights
 from mprun.numerics.trace import Phase
+from mprun.precision.module_dtypes import own_forward
 from mprun.precision.rounded_weights import translated
 from mprun.record.keys import flat
 from mprun.tasks import LanguageModel
 
 WORSE = 1.5  # times FP32's loss: finite, but not cured
 AFTER = 5  # further steps that a cured run must survive
-# A scale that has to settle first may skip so many more steps.
-PATIENCE = 40
+LONG = 100  # and those that the smallest of the cures must, as far as time allows
 # A run whose loss exploded was damaged long before its last step. Changes are tried from its start
-# if it reaches the bad step within this time.
-LONGEST_CONTROL_S = 60.0
+# if it reaches the bad step within this part of the seconds that are left.
+CONTROL = 0.5
 Build = Callable[[dict], Built]  # builds from a plain configuration; raises BadInput
 Options = Mapping[str, dict[str, dict]]  # "scaler=static" -> {"scaler": its values}
 # Overrides as typed after `mprun` -> the plain configuration that they change to.
 Changes = dict[tuple[str, ...], dict]
-Outcome = tuple[bool, str, float | None]  # as in `Tried`
-FP32 = ("precision=fp32",)
 _MATMUL = "precision.matmul"
-
-
-@dataclass(frozen=True, slots=True)
-class Tried:
-    """The result of a change, its overrides as typed. cures: None if it could not be tried."""
-
-    overrides: tuple[str, ...]
-    cures: bool | None
-    result: str
-    loss: float | None = None  # the last one, if all steps were taken
-
-    @property
-    def change(self) -> str:
-        """Return its overrides for a reader; formats that are taken away are said in words."""
-        nulls = f"{_MATMUL}.input=null" in self.overrides
-        return "linear layers without casts" if nulls else " ".join(self.overrides)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +72,8 @@ def find_cures(
     rows: list[dict],
     options: Options,
     casts: Iterable[dict[str, Any]] = (),
+    *,
+    budget: Budget,
 ) -> tuple[list[Tried], bool]:
     """Return the result of each change, and whether they were tried from the start of the run.
 
@@ -89,7 +81,7 @@ def find_cures(
     run was damaged earlier. config: the run's, as plain values. kept: the state before the bad step
     (`mprun.numerics.failure.kept_state`). finding: the result of replaying that step. rows: the
     steps of the run (`mprun.numerics.failure.recorded_rows`). options: from `options_of`. casts:
-    changes of the casts of linear layers (`cast_changes`).
+    changes of the casts of linear layers (`cast_changes`). budget: for all trials.
     """
     if finding.kind == "evaluation":
         return [], False
@@ -101,29 +93,30 @@ def find_cures(
 
     def try_from(place: Origin, exploding: bool) -> list[Tried]:
         own = proposed(config, finding, options, exploding=exploding, casts=casts)
-        return try_changes(build, applied(config, own, options), place)
+        return try_changes(build, applied(config, own, options), place, budget)
+
+    def starts_there() -> bool:
+        return _start_leads_there(build, config, start, rows, budget.part(CONTROL))
 
     exploding = explosion([row for row in rows if row["step"] <= finding.step][-LAST:]) is not None
-    if not (exploding and _start_leads_there(build, config, start, rows)):
+    if not (exploding and starts_there()):
         tried = try_from(origin, exploding)
         cured = any(one.cures for one in tried) or finding.step == 1
-        if cured or not _start_leads_there(build, config, start, rows):
+        if cured or not starts_there():
             return tried, False
     return try_from(start, True), True
 
 
-def _start_leads_there(build: Build, config: dict, origin: Origin, rows: list[dict]) -> bool:
+def _start_leads_there(
+    build: Build, config: dict, origin: Origin, rows: list[dict], budget: Budget
+) -> bool:
     """Return whether training from the start, unchanged, gives the same losses and failure."""
     losses = {row["step"]: row["loss"] for row in rows}
-    steps, loss = start_from(build(config), origin), math.nan
-    ends = time.perf_counter() + LONGEST_CONTROL_S
-    while steps.step < origin.bad_step and time.perf_counter() < ends:
-        row = steps.advance()
-        loss = row.loss
-        if row.step in losses and not same_loss(loss, losses[row.step]):
+    own = train(start_from(build(config), origin), origin.bad_step, budget)
+    for step, loss in enumerate(own.losses, 1):
+        if step in losses and not same_loss(loss, losses[step]):
             return False
-    finite = bool(all_finite(weights(steps.built.task).values()))
-    return steps.step == origin.bad_step and not (finite and math.isfinite(loss))
+    return bool(own.broken) or own.step == origin.bad_step and not math.isfinite(own.losses[-1])
 
 
 def options_of(config_dir: str | None = None) -> Options:
@@ -170,8 +163,13 @@ def applied(config: dict, changes: Iterable[dict[str, Any]], options: Options) -
             else:
                 reduce(dict.__getitem__, groups, changed)[field] = value
         if changed != config:
-            found[tuple(f"{key}={_typed(value)}" for key, value in overrides.items())] = changed
+            found[typed_words(overrides)] = changed
     return found
+
+
+def typed_words(change: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return a change, key -> value, as typed after `mprun`."""
+    return tuple(f"{key}={_typed(value)}" for key, value in change.items())
 
 
 def proposed(
@@ -233,11 +231,13 @@ def without_casts(config: dict, options: Options) -> dict[str, Any]:
 def _modules(config: dict, finding: Finding) -> list[str]:
     """Return keys of precision.overrides: of the culprit, its peers in other layers, its parent."""
     module = finding.module
-    if not module:
+    if module is None:
         return []
     if networks_in_turn(flat(config)) > 1:
         # Overrides name modules inside generator and discriminator.
         module = module.partition(".")[2]
+    if not module:  # what the model computes itself
+        return [f"precision.overrides.{own_forward(module)}"]
     parts, around = module.split("."), module.rpartition(".")[0]
     alike = ".".join("*" if part.isdigit() else part for part in parts)
     names = (module, alike if any(part.isalpha() for part in parts) else "", around)
@@ -287,34 +287,75 @@ def _typed(value: str | float | list[str] | None) -> str:
     return value if isinstance(value, str) else repr(value).removesuffix(".0")
 
 
-def try_changes(build: Build, changes: Changes, origin: Origin) -> list[Tried]:
-    """Train the bad step and AFTER more with every change, in order.
+def try_changes(build: Build, changes: Changes, origin: Origin, budget: Budget) -> list[Tried]:
+    """Train the bad step and AFTER more with every change, then those that cure for LONG, in order,
+    until one holds.
 
     FP32 as a whole, if listed, goes first. A run that stays finite but ends above 1.5 times the
-    loss of FP32 (or of its own start, if that is larger) is not cured.
+    loss of FP32 (or of its own start, if that is larger) is not cured, nor is one that ends LONG
+    steps later above FP32's bound (`mprun.extensions.diagnosis.trials`).
     """
-
-    def trial(own: tuple[str, ...], config: dict) -> Tried:
-        return result_of(own, lambda: survives(start_from(build(config), origin), origin))
-
     done: dict[tuple[str, ...], Tried] = {}
     if FP32 in changes:
-        done[FP32] = reference = trial(FP32, changes[FP32])
+        done[FP32] = reference = _tried(build, FP32, changes[FP32], origin, budget)
         if reference.cures and reference.loss is not None:
             usual = WORSE * max(abs(reference.loss), (origin.limit or 0.0) / EXPLOSION)
             limit = usual if origin.limit is None else min(usual, origin.limit)
             origin = replace(origin, limit=limit)
-    return [done.get(own) or trial(own, config) for own, config in changes.items()]
+    for own, config in changes.items():
+        done[own] = done.get(own) or _tried(build, own, config, origin, budget)
+    found = {own: done[own] for own in changes}
+    for own, longer in _for_longer(build, changes, found, origin, budget):
+        found[own] = longer
+    return [*found.values()]
 
 
-def result_of(overrides: tuple[str, ...], train: Callable[[], Outcome]) -> Tried:
-    """Return what `train` does with a change, or why it could not be tried."""
-    try:
-        return Tried(overrides, *train())
-    except BadInput as error:
-        return Tried(overrides, None, f"does not apply: {error}")
-    except (MprunError, RuntimeError, ValueError) as error:
-        return Tried(overrides, None, f"could not run: {str(error).partition(chr(10))[0]}")
+def _tried(
+    build: Build, own: tuple[str, ...], config: dict, origin: Origin, budget: Budget
+) -> Tried:
+    def run() -> Tried:
+        course = survive(start_from(build(config), origin), origin, AFTER, budget)
+        return taken(course, own, origin.limit, budget)
+
+    return result_of(own, run, budget)
+
+
+def _for_longer(
+    build: Build,
+    changes: Changes,
+    short: Mapping[tuple[str, ...], Tried],
+    origin: Origin,
+    budget: Budget,
+) -> Iterator[tuple[tuple[str, ...], Tried]]:
+    """Yield the results of LONG steps, until a change holds; fewer steps if time is short."""
+    cured, fp32, after = [own for own, one in short.items() if one.cures], Course(), LONG
+    if not cured or budget.spent:
+        return
+    if (first := short.get(FP32)) is not None and first.cures:
+        steps = start_from(build(changes[FP32]), origin)
+        fp32 = survive(steps, origin, LONG, budget.part(1 / 3))
+        fp32.cut, after = False, fp32.step - origin.bad_step
+        yield FP32, taken(fp32, FP32, None, budget)
+
+    def run(own: tuple[str, ...]) -> Tried:
+        if own == FP32:
+            return taken(fp32, own, None, budget)
+        course = survive(start_from(build(changes[own]), origin), origin, after, budget)
+        count = len(course.losses)
+        if course.cut and count < short[own].steps:
+            return short[own]
+        course.cut, limit = False, origin.limit
+        if fp32.losses and not fp32.broken:
+            limit = min(bound(fp32.losses, count), math.inf if limit is None else limit)
+        return taken(course, own, limit, budget)
+
+    for own in cured:
+        longer = result_of(own, partial(run, own), budget)
+        if longer.cures is None:  # no time is left: what is known stays
+            return
+        yield own, longer
+        if longer.cures:
+            return
 
 
 def start_from(built: Built, origin: Origin) -> Steps:
@@ -326,36 +367,13 @@ def start_from(built: Built, origin: Origin) -> Steps:
     return Steps(built, 0, 0)
 
 
-def survives(steps: Steps, origin: Origin) -> Outcome:
-    """Train to AFTER steps past the bad one; return whether all went well, a result, the loss."""
-    built, task = steps.built, steps.built.task
-    end = origin.bad_step + AFTER
+def survive(steps: Steps, origin: Origin, after: int, budget: Budget | None = None) -> Course:
+    """Train to `after` steps past the bad one, until a scale that has to settle has done so."""
+    built, end = steps.built, origin.bad_step + after
     if not built.rate.constant:
         end = max(origin.bad_step, min(end, built.steps))
-    applied, skipped = 0, 0  # in a row; in all
-    while True:
-        row = steps.advance()
-        if row.diverged:
-            return False, f"loss {row.loss:g} at step {row.step}", None
-        if not all_finite((weights(task) | carried(task)).values()):
-            what = "weights or LSTM state" if carried(task) else "weights"
-            return False, f"{what} not finite after step {row.step}", None
-        skipped, applied = skipped + row.found_inf, 0 if row.found_inf else applied + 1
-        if row.step < end:
-            continue
-        if applied >= min(3, row.step - origin.bad_step + 1):
-            break
-        if row.step >= end + PATIENCE or not built.rate.constant:
-            text = f"{skipped} updates skipped, still at loss scale {power(row.loss_scale)}"
-            return False, text, row.loss
-    # The run stayed finite; now decide whether that is a cure.
-    scale = power(row.loss_scale)
-    if skipped and next(iter(task.loss_scales.values())).kind == "static":
-        return False, f"{skipped} updates skipped at the static loss scale {scale}", row.loss
-    if origin.limit is not None and row.loss > origin.limit:
-        return False, f"finite, but the loss is {row.loss:.4g} at step {row.step}", row.loss
-    note = f", {skipped} skipped, loss scale then {scale}" if skipped else ""
-    return True, f"finite up to step {row.step}{note}; loss {row.loss:.4g}", row.loss
+    settled = min(SETTLED, end - origin.bad_step + 1)
+    return train(steps, end, budget, settled=settled)
 
 
 @torch.no_grad()

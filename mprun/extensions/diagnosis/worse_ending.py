@@ -4,14 +4,11 @@ One seed gives no verdict. All arms take the same batches from the same weights,
 FP32 of a percent, averaged over the last quarter of the steps, is seldom chance.
 """
 
-import math
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from mprun.assembly import Built
 from mprun.config.schema import PrecisionConfig
 from mprun.extensions.diagnosis.casts import (
     CastMeter,
@@ -21,16 +18,21 @@ from mprun.extensions.diagnosis.casts import (
     without_layers,
 )
 from mprun.extensions.diagnosis.interventions import (
-    FP32,
-    LONGEST_CONTROL_S,
     Build,
     Options,
-    Outcome,
-    Tried,
     applied,
     groups_of,
-    result_of,
     without_casts,
+)
+from mprun.extensions.diagnosis.trials import (
+    FP32,
+    PART_OF_FP32,
+    Budget,
+    Tried,
+    ending,
+    result_of,
+    taken,
+    train,
 )
 from mprun.numerics.replay import Steps, same_loss
 from mprun.precision.scaled_products import PRODUCTS
@@ -38,9 +40,11 @@ from mprun.precision.scaled_products import PRODUCTS
 MEASURED = 12  # steps whose casts are measured, all over the run
 EARLY = 24  # each other one up to here too: gradients of logits lose most at the start
 SMALLEST_GAP = 0.0025  # of the loss of FP32; a smaller one is not explained
+# Of the loss of FP32; a further change is not tried where one leaves no more.
+CLOSED = 0.01
 PART = 0.5  # of the gap; a change that takes it away helps
 STEPS = 400
-RUNS = 8  # that a budget has to suffice for: the run's own, FP32's, and changes
+OWN = 1 / 8  # of the seconds for trials, for the run as it was
 _FEW = 4  # layers that are left out in turn; of more, half
 
 
@@ -95,75 +99,75 @@ def find_ending(
     steps: int | None,
     options: Options | None,
     changes: Iterable[dict[str, Any]] = (),
-    seconds: float | None = None,
+    budget: Budget,
 ) -> Ending:
     """Train the first steps as the run did, in FP32, and with each change.
 
     config: the run's, as plain values; mode: its precision. rows: its recorded steps. steps: how
-    many; None: at most 400, and as many as take a minute, or an eighth of `seconds`. options: for
-    the changes to try, None: try none. changes: overrides, key -> value, smallest first, beside
-    those that the casts of the mode suggest, if it has any. seconds: for all of it; a change that
-    would take longer is not tried. None: no limit but that minute.
+    many; None: at most 400, and as many as take an eighth of the budget. options: for the changes
+    to try, None: try none. changes: overrides, key -> value, of any mode; asked for only if there
+    is a gap that none of those takes away which the casts of the mode suggest.
     """
-    ends = math.inf if seconds is None else time.perf_counter() + seconds
     built = build(config)
     whole = min(steps or STEPS, built.steps)
-    every, longest = max(1, whole // MEASURED), math.inf
-    if not steps:
-        longest = LONGEST_CONTROL_S if seconds is None else seconds / RUNS
-    began = time.perf_counter()
+    every, first = max(1, whole // MEASURED), Budget() if steps else budget.part(OWN)
     with CastMeter(built.task, mode, every, early=EARLY) as meter:
-        own = _losses(built, whole, longest)
-    took = time.perf_counter() - began
+        own = train(Steps(built, 0, 0), whole, first).losses
     recorded, whole = {row["step"]: row["loss"] for row in rows}, len(own)
     other = (n for n, x in enumerate(own, 1) if n in recorded and not same_loss(x, recorded[n]))
-    fp32 = _mean(_losses(build(config | groups_of(*FP32)), whole))
+    fp32 = train(Steps(build(config | groups_of(*FP32)), 0, 0), whole).ending
     losses = meter.read()
     casts = sentences(losses, mode.matmul) if losses else [["not measured"]] * bool(meter.layers)
-    found = Ending(whole, built.steps, next(other, None), _mean(own), fp32, casts)
+    found = Ending(whole, built.steps, next(other, None), ending(own), fp32, casts)
     if options is not None and not found.gap <= SMALLEST_GAP:
-        trials = _Trials(build, config, options, found, ends - took)
+        trials = _Trials(build, config, options, found, budget)
         if meter.layers:
-            layers = [*dict.fromkeys(name for name, _ in meter.layers)]
-            trials.of_casts(mode, losses, changes, layers)
-        else:
-            trials.take(changes)
+            trials.of_casts(mode, losses, [*dict.fromkeys(name for name, _ in meter.layers)])
+        if not any(one.cures for one in found.tried):
+            trials.until_closed(changes)
     return found
 
 
 class _Trials:
-    """Train with changes, as long as there is time.
+    """Train with changes, as long as there is time; they are added to `run.tried`."""
 
-    last: when the last one has to start. They are added to `ending.tried`.
-    """
-
-    def __init__(self, build: Build, config: dict, options: Options, ending: Ending, last: float):
+    def __init__(self, build: Build, config: dict, options: Options, run: Ending, budget: Budget):
         self.build, self.config, self.options = build, config, options
-        self.ending, self.last = ending, last
+        self.run, self.budget = run, budget
 
     def take(self, changes: Iterable[dict[str, Any]]) -> list[Tried]:
         """Return the result of each change; one that was tried before is not trained again."""
-        done = {one.overrides: one for one in self.ending.tried}
+        done = {one.overrides: one for one in self.run.tried}
         found = []
         for change, changed in applied(self.config, changes, self.options).items():
             if change not in done:
-                late = time.perf_counter() > self.last
-                train = partial(_trained, self.build, changed, self.ending)
-                no_time = Tried(change, None, "not tried: no time was left")
-                done[change] = no_time if late else result_of(change, train)
-                self.ending.tried.append(done[change])
+                done[change] = self._result(change, changed)
+                self.run.tried.append(done[change])
             found.append(done[change])
         return found
 
-    def of_casts(
-        self,
-        mode: PrecisionConfig,
-        losses: Losses,
-        changes: Iterable[dict[str, Any]],
-        layers: list[str],
-    ) -> None:
+    def until_closed(self, changes: Iterable[dict[str, Any]]) -> None:
+        """Try changes in order, until one leaves nothing worth a further one."""
+        for change, changed in applied(self.config, changes, self.options).items():
+            self.run.tried.append(own := self._result(change, changed))
+            if own.cures and own.loss is not None and gap(own.loss, self.run.fp32) <= CLOSED:
+                break
+
+    def _result(self, change: tuple[str, ...], config: dict) -> Tried:
+        return result_of(change, partial(self._train, change, config), self.budget)
+
+    def _train(self, change: tuple[str, ...], config: dict) -> Tried:
+        course = train(Steps(self.build(config), 0, 0), self.run.steps, self.budget)
+        if course.broken or course.cut:
+            return taken(course, change, None, self.budget)
+        left, part = gap(course.ending, self.run.fp32), self.run.part(course.ending)
+        text = f"{100 * left:+.2f} %, {100 * part:.0f} % of the gap taken away"
+        cures = part >= PART and left <= PART_OF_FP32
+        return Tried(change, cures, text, course.ending, len(course.losses))
+
+    def of_casts(self, mode: PrecisionConfig, losses: Losses, layers: list[str]) -> None:
         """Try changes, and the mode without casts; where only that helps, look for the cause."""
-        smaller = self.take([*cast_changes(mode.matmul, losses), *changes])
+        smaller = self.take(cast_changes(mode.matmul, losses))
         whole = self.take([without_casts(self.config, self.options)])
         if not any(one.cures for one in smaller) and any(one.cures for one in whole):
             # As if no layer was suited: no verdict is beyond doubt.
@@ -171,8 +175,8 @@ class _Trials:
             self.by_layer(mode, layers)
             self.by_product(mode)
         # The smallest first, of the searches too: it is the one that is recommended.
-        rest = [one for one in self.ending.tried if one not in whole]
-        self.ending.tried[:] = [*rest, *whole]
+        rest = [one for one in self.run.tried if one not in whole]
+        self.run.tried[:] = [*rest, *whole]
 
     def by_product(self, mode: PrecisionConfig) -> None:
         """Keep each of the three products in the dtype of the mode, in turn."""
@@ -182,7 +186,7 @@ class _Trials:
 
     def by_layer(self, mode: PrecisionConfig, layers: list[str]) -> None:
         """Leave out each layer in turn; of many, half, and again half of the better half."""
-        names, before, key = layers, len(self.ending.tried), "precision.matmul.modules"
+        names, before, key = layers, len(self.run.tried), "precision.matmul.modules"
         while len(names) > 1:
             half = -(-len(names) // 2)
             parts = [names[:half], names[half:]]
@@ -193,32 +197,8 @@ class _Trials:
                 change = {key: without_layers(mode.matmul.modules, layers, part)}
                 for one in self.take([change]):
                     if one.loss is not None:
-                        found.append((self.ending.part(one.loss), part))
+                        found.append((self.run.part(one.loss), part))
             share, names = max(found)
             if share < PART:
                 break
-        self.ending.tried[before:] = self.ending.tried[before:][::-1]
-
-
-def _losses(built: Built, count: int, seconds: float = math.inf) -> list[float]:
-    replay, ends = Steps(built, 0, 0), time.perf_counter() + seconds
-    found: list[float] = []
-    while len(found) < count and time.perf_counter() < ends:
-        found.append(replay.advance().loss)
-        if not math.isfinite(found[-1]):
-            break
-    return found
-
-
-def _mean(losses: list[float]) -> float:
-    last = losses[-max(1, len(losses) // 4) :]
-    return sum(last) / len(last)
-
-
-def _trained(build: Build, config: dict, run: Ending) -> Outcome:
-    losses = _losses(build(config), run.steps)
-    if len(losses) < run.steps:
-        return False, f"loss {losses[-1]:g} at step {len(losses)}", None
-    loss = _mean(losses)
-    part, left = run.part(loss), f"{100 * gap(loss, run.fp32):+.2f} %"
-    return part >= PART, f"{left}, {100 * part:.0f} % of the gap taken away", loss
+        self.run.tried[before:] = self.run.tried[before:][::-1]

@@ -5,7 +5,7 @@ import math
 import re
 import shlex
 from collections import Counter
-from itertools import count
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -16,7 +16,7 @@ from benchmarks.planted_causes.causes import networks
 from mprun.cli import main
 from mprun.config.compose import compose_config
 from mprun.config.schema import MatmulConfig
-from mprun.extensions.diagnosis import cast_losses, worse_ending
+from mprun.extensions.diagnosis import cast_losses, trials, worse_ending
 from mprun.extensions.diagnosis.cast_losses import (
     CastLoss,
     RowLoss,
@@ -411,6 +411,12 @@ def test_advice_measures_at_the_loss_scale_that_is_asked_for(tmp_path, capsys):
     assert flushed[0] > 0.9 and flushed[1] < 0.1
 
 
+def later(after, budget):
+    """Return whether a budget is spent: when it is asked for the `after`-th time."""
+    budget.asked = getattr(budget, "asked", 0) + 1
+    return budget.asked >= after
+
+
 def test_a_run_in_8_bits_that_is_done_is_explained(tmp_path, capsys, monkeypatch, outlier):
     path = tmp_path / "run"
     assert main([*outlier, "train.steps=6", f"output_dir='{path}'"]) == 0
@@ -422,11 +428,10 @@ def test_a_run_in_8_bits_that_is_done_is_explained(tmp_path, capsys, monkeypatch
     [casts] = found["casts"]
     assert casts[0].startswith(expected)
     refused(capsys, "explain", path, "--steps", "0", says="--steps 0")
-    # A minute is over before the last step, which was to be measured, or before the second.
+    # The time is over before the step that was to be measured, or before the second.
     monkeypatch.setattr(worse_ending, "MEASURED", 1)
-    for seconds, said in ((20, expected), (40, "not measured")):
-        clock = SimpleNamespace(perf_counter=count(step=seconds).__next__)
-        monkeypatch.setattr(worse_ending, "time", clock)
+    for after, said in ((2, expected), (1, "not measured")):
+        monkeypatch.setattr(trials.Budget, "spent", property(partial(later, after)))
         assert explain(path, with_cures=False).casts[0][0].startswith(said)
 
 
@@ -435,9 +440,10 @@ class Runs:
 
     def __init__(self, monkeypatch, layers: str, loss_of):
         self.layers, self.seconds, self.trained = [*layers], 0.0, []
-        monkeypatch.setattr(worse_ending, "time", SimpleNamespace(perf_counter=self.now))
+        monkeypatch.setattr(trials, "time", SimpleNamespace(perf_counter=self.now))
         monkeypatch.setattr(worse_ending, "CastMeter", self.meter)
-        monkeypatch.setattr(worse_ending, "_losses", self.losses)
+        monkeypatch.setattr(worse_ending, "Steps", lambda built, *_: SimpleNamespace(built=built))
+        monkeypatch.setattr(worse_ending, "train", self.train)
         self.loss_of = loss_of
 
     def now(self):
@@ -452,19 +458,20 @@ class Runs:
     def build(self, config):
         return SimpleNamespace(config=config, steps=4, task=None)
 
-    def losses(self, built, count, seconds=math.inf):
-        self.seconds += 10
+    def train(self, steps, count, budget=None):
+        built, ends = steps.built, math.inf if budget is None else budget.ends
+        cut, self.seconds = self.seconds + 10 > ends, min(ends, self.seconds + 10)
         matmul = built.config["precision"]["matmul"]
         out = {pattern[1:] for pattern in matmul["modules"] if pattern.startswith("!")}
         cast = {name for name in self.layers if name not in out} if matmul.get("input") else set()
         products = {"output", "grad_input", "grad_weight"} - {*matmul["high_precision"]}
         self.trained.append(built.config)
-        return [self.loss_of(cast, products)] * 4
+        return trials.Course([self.loss_of(cast, products)] * 4, cut=cut)
 
     def find(self, mode="fp8_tensorwise", **named):
         found = compose_config([*TINY_GPT, f"precision={mode}"])
         config = found.as_dict()
-        named = {"steps": 4, "options": options_of()} | named
+        named = {"steps": 4, "options": options_of(), "budget": trials.Budget()} | named
         return worse_ending.find_ending(self.build, config, found.config.precision, [], **named)
 
 
@@ -498,12 +505,12 @@ def test_a_gap_that_no_change_takes_away_is_not_found(monkeypatch):
 
 
 def test_a_budget_of_seconds_is_kept(monkeypatch):
-    """Of 45 s the run's own steps and FP32's take 20; one change more, and none that passes 45."""
-    runs = Runs(monkeypatch, "ab", lambda cast, _: 1 + 0.01 * len(cast))
-    changes = [{"optim.lr": 1.0}, {"optim.lr": 2.0}, {"optim.lr": 3.0}]
-    found = runs.find(changes=changes, seconds=45)
-    assert runs.seconds == 40
-    assert [one.result.startswith("not tried") for one in found.tried] == [False, False, True, True]
+    """Of 45 s the run's own steps and FP32's take 20; two changes more, and half of a third."""
+    runs, losses = Runs(monkeypatch, "", lambda *_: next(losses)), iter([1.1, 1.0, *[1.09] * 3])
+    changes = [{"optim.lr": rate} for rate in (1.0, 2.0, 3.0, 4.0)]
+    found = runs.find("bf16_kahan", changes=changes, budget=trials.Budget(45))
+    assert runs.seconds == 45 and not any(one.cures for one in found.tried)
+    assert [one.result.partition(" ")[0] for one in found.tried] == ["+9.00", "+9.00", "cut", "not"]
 
 
 def test_a_16_bit_run_takes_its_changes_from_outside(monkeypatch):

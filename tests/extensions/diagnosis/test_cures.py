@@ -12,15 +12,15 @@ from mprun.extensions.diagnosis.commands.explain import command_with
 from mprun.extensions.diagnosis.first_nonfinite import Finding
 from mprun.extensions.diagnosis.interventions import (
     Origin,
-    Tried,
     applied,
     groups_of,
     options_of,
     proposed,
-    survives,
+    survive,
     transplant,
 )
 from mprun.extensions.diagnosis.observation import Event
+from mprun.extensions.diagnosis.trials import SETTLED, Tried, judged
 from mprun.numerics.replay import Steps
 from mprun.precision.packed_states import STATE_FORMATS
 
@@ -148,6 +148,11 @@ def test_a_trial_draws_the_random_bits_of_the_run(build_run):
     assert other.task.learner.steps.narrow.updates == 2
 
 
+def test_what_the_model_computes_itself_has_an_override():
+    found = tried(*LM, "precision=fp16_master", "optim=sgd_plain", of=finding("forward", ""))
+    assert found[0] == "precision.overrides.forward=fp32"
+
+
 def test_an_update_in_fp16_without_masters():
     of = finding(
         "update", tensor="exp_avg of output.bias", operation="_foreach_addcdiv_", at_zero=True
@@ -266,17 +271,23 @@ def test_a_state_moved_to_its_own_mode_is_the_state(build_run, more):
     assert_same_bits(new.task.state_dict(), old.task.state_dict())
 
 
+def six_steps(built, origin):
+    course = survive(Steps(built, 0, 0), origin, after=5)
+    assert len(course.losses) == 6 or course.skipped
+    return judged(course, origin.limit, SETTLED)
+
+
 def test_a_static_scale_that_skips_is_no_cure(build_run):
     # 2^24 / 24 overflows in every step; 2^10 / 24 in none.
     static = [*LM, "precision=fp16_master_scaled", "optim=sgd_plain", "scaler=static"]
     origin = Origin({}, bad_step=1)
-    cures, result, _ = survives(Steps(build_run(*static, f"scaler.scale={2**24}"), 0, 0), origin)
+    cures, result, _ = six_steps(build_run(*static, f"scaler.scale={2**24}"), origin)
     assert not cures and "skipped" in result
-    cures, result, _ = survives(Steps(build_run(*static, "scaler.scale=1024"), 0, 0), origin)
+    cures, result, _ = six_steps(build_run(*static, "scaler.scale=1024"), origin)
     assert cures and result.startswith("finite up to step 6; loss ")
 
 
 def test_a_loss_that_stays_large_is_no_cure(build_run):
     built = build_run(*LM, "precision=fp32", "optim=sgd_plain")
-    cures, result, _ = survives(Steps(built, 0, 0), Origin({}, bad_step=1, limit=3.0))
+    cures, result, _ = six_steps(built, Origin({}, bad_step=1, limit=3.0))
     assert not cures and result.startswith("finite, but the loss is 3.")  # log(48) = 3.87

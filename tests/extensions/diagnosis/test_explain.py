@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from mprun.cli import main
+from mprun.config.trust import vouched
 from mprun.errors import BadInput
 from mprun.extensions.diagnosis.commands.explain import as_dict, as_text, explain
 from mprun.extensions.diagnosis.first_nonfinite import in_words
@@ -506,27 +507,57 @@ def test_an_evaluation_that_overflows(explained, monkeypatch):
     assert event.dtype is torch.float32 and found.finding.reproduced
 
 
+def test_a_run_in_fp32_that_did_not_fail_is_refused(tmp_path):
+    directory, code = run(tmp_path, *LM, "precision=fp32", *SGD, steps=3)
+    assert code == 0
+    with pytest.raises(BadInput, match="status done in FP32"):
+        explain(directory)
+
+
+def test_skips_while_a_scale_settles_are_no_worse_ending(tmp_path):
+    directory, code = run(tmp_path, *SCALED, f"scaler.init_scale={2**24}", steps=20)
+    assert code == 0
+    found = explain(directory)
+    ended, skips = found.classification
+    assert ended.endswith("nothing to explain; more seeds: mprun compare")
+    assert "skipped updates while the loss scale settles are normal" in skips
+    assert (found.verdict, found.tried, found.command) == ("mode", [], None)
+
+
+NETWORKS = "benchmarks.planted_causes.networks"
+DIGITS = ["model=custom", f"model.factory={NETWORKS}:network", f"data.factory={NETWORKS}:digits"]
+DIGITS += ["model.options.host=perceptron", "device=cpu", "threads=1", "data.batch_size=16"]
+DIGITS += ["optim=adam", "optim.lr=0.003", "train.eval_every=0"]
+
+
 @pytest.mark.parametrize(
-    ("overrides", "plant", "says"),
+    ("planted", "cure", "no_cure"),
     [
-        # What overflows FP16 does not overflow BF16.
+        # 20000 is added and subtracted: BF16 keeps 8 bits of the sum.
         (
-            [*LM, "model.init_range=1", "precision=bf16_master", *SGD],
-            setting({"output.weight": 6e4}),
-            "status done",
+            "precision=bf16_master model.options.part=offset model.options.at=shift "
+            "model.options.by=20000",
+            "precision.overrides.shift=fp32",
+            "precision.overrides.head=fp32",
         ),
+        # A scale of 2^-30 sinks every gradient below FP16's 2^-25.
         (
-            [*SCALED, f"scaler.init_scale={2**24}"],
-            None,
-            "skipped updates while the loss scale settles are normal",
+            f"precision=fp16_master_scaled scaler=static scaler.scale={2.0**-30}",
+            "scaler=dynamic",
+            "precision.overrides.head=fp32",
         ),
     ],
 )
-def test_a_run_that_did_not_fail_is_refused(tmp_path, overrides, plant, says):
-    directory, code = run(tmp_path, *overrides, plant=plant, steps=20)
+def test_a_run_that_ended_worse_in_16_bits_is_explained(tmp_path, planted, cure, no_cure):
+    directory, code = run(tmp_path, *DIGITS, *planted.split(), steps=60)
     assert code == 0
-    with pytest.raises(BadInput, match=says):
-        explain(directory)
+    found = explain(directory, given=vouched(DIGITS[1:3]), seconds=600)
+    assert found.verdict == "mode" and found.replay.endswith("losses bit-equal to the run's")
+    cures = {" ".join(one.overrides): one.cures for one in found.tried}
+    assert cures[cure] and cures.get(no_cure, False) is False
+    assert " ".join(found.smallest.overrides) in found.command
+    assert cures[" ".join(found.smallest.overrides)]
+    assert all(one.steps == 60 for one in found.tried)
 
 
 # The run without a kept state, and the verb

@@ -6,7 +6,7 @@ import pytest
 
 from mprun.cli import main
 
-from ...helpers import refused, rows_of, run
+from ...helpers import rows_of, run
 from ...numerics.small_runs import as_json
 from ...numerics.spoilt_data import RUN
 
@@ -49,7 +49,20 @@ def test_an_operation_is_named_where_the_data_are_sound(spoilt, capsys, kept):
     assert "the loss itself was not finite in 2 of 2" in printed and "casts" not in printed
 
 
-def test_a_scale_that_finds_its_level_has_nothing_to_explain(spoilt, capsys):
+def test_a_scale_that_takes_long_to_find_its_level_is_named(spoilt, capsys):
+    """Eight of twelve updates are skipped on the way from 2^24, which costs what they learn."""
+    found = as_json(
+        capsys, "explain", spoilt("0.5", "scaler.init_scale=16777216"), *OUTSIDE, "--seconds", "600"
+    )
+    assert found["classification"][1].startswith("8 skipped updates")
+    assert found["smallest_cure"][0].startswith("scaler.init_scale=")
+    assert found["smallest_cure"][0] in found["command"]
+
+
+def test_no_change_is_printed_without_a_trial(spoilt, capsys):
     folder = spoilt("0.5", "scaler.init_scale=16777216")
-    said = ["while the loss scale settles are normal)", "mprun advise "]
-    refused(capsys, "explain", folder, *OUTSIDE, says=said)
+    capsys.readouterr()
+    assert main(["explain", str(folder), *OUTSIDE, "--seconds", "0", "--steps", "12"]) == 0
+    out, err = capsys.readouterr()
+    assert err == "mprun: explain: tries changes for at most 0 seconds (--seconds S)\n"
+    assert "mprun model=" not in out and "not tried, the 0 seconds are used up" in out

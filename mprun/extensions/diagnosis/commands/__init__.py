@@ -8,13 +8,15 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
-from mprun.cli.arguments import Arguments, filled
+from mprun.cli.arguments import Arguments, filled, number
 from mprun.errors import DONE, BadInput, Refused
 from mprun.record.console import columns
 from mprun.record.layout import hanging
 from mprun.record.run_directory import plain
 from mprun.record.run_record import Record, read_record
 from mprun.spelling import must_be
+
+SECONDS = 60  # for the trials of a verb, unless asked otherwise
 
 
 def record_of(verb: str, directory: Path, instead: str = "a run directory") -> Record:
@@ -77,6 +79,18 @@ def note(text: str) -> None:
     line = f"mprun: {text}"
     width = columns(200, sys.stderr) if sys.stderr.isatty() else None
     print(line if width is None else hanging(line, width, 4), file=sys.stderr, flush=True)
+
+
+def add_seconds(parser: Arguments) -> None:
+    """Add --seconds, the budget for trials."""
+    seconds = number("--seconds", 0, 86400, "seconds")
+    what = f"train changes for at most S seconds in all ({SECONDS})"
+    parser.add_argument("--seconds", type=seconds, metavar="S", help=what)
+
+
+def say_seconds(verb: str, seconds: float) -> None:
+    """Say beforehand how long the trials may take."""
+    note(f"{verb}: tries changes for at most {seconds:g} seconds (--seconds S)")
 
 
 def command(config_dir: str | None, overrides: Iterable[str]) -> str:

@@ -9,16 +9,19 @@ from mprun.cli.arguments import Arguments, number
 from mprun.config.compose import config_from_record, only_in_script
 from mprun.config.keys import current
 from mprun.config.overrides import without
-from mprun.config.schema import MAX_STEPS, PrecisionConfig
+from mprun.config.schema import MAX_STEPS, PrecisionConfig, RunConfig
 from mprun.config.trust import NOTHING, Vouched, vouched
 from mprun.errors import BadInput, Damaged
 from mprun.extensions.diagnosis.commands import (
+    SECONDS,
+    add_seconds,
     announce,
     command,
     page,
     page_width,
     record_of,
     refused,
+    say_seconds,
     split_words,
 )
 from mprun.numerics.exponent_shares import FP16_MAX
@@ -30,13 +33,13 @@ from mprun.record.run_record import read_record, refuse_older_state
 
 if TYPE_CHECKING:
     from mprun.extensions.diagnosis.first_nonfinite import Finding
-    from mprun.extensions.diagnosis.interventions import Options, Tried
+    from mprun.extensions.diagnosis.interventions import Options
     from mprun.extensions.diagnosis.observation import Largest
+    from mprun.extensions.diagnosis.trials import Budget, Tried
 
 _MARGIN = 10  # columns of a title, left of its lines
 RAMP = 12  # modules printed before the culprit
 _OUTSIDE = {"forward": "(the model itself)", "loss": "(the loss)", "backward": "(no module)"}
-_VERDICTS = {"failed": "exception", "done": "casts"}  # without a replayed step
 _WHAT = """\
 Why did this run diverge or end worse, and which smallest change cures it?
 
@@ -44,11 +47,12 @@ RUN is the directory of a run that ended as diverged. The failing step is traine
 state that the run kept (numerics/failure; else from its newest checkpoint or its start). Every
 operation is watched, forward and backward. It prints the first operation with finite inputs and a
 non-finite output, and the largest values before it. It also prints the result of each change, tried
-on the same step and five more. The run itself is not changed.
+on the same step and five more; the smallest that cures these is tried on a hundred. The run itself
+is not changed.
 
-A run in 8 bits or fewer (precision.matmul) may also be done: why did it end worse? Its first
-steps are trained again, as it did, in FP32, and with each change. It prints what casts of linear
-layers lose, and the smallest change that takes away half of the gap to FP32.
+A run in 16 bits or fewer may also be done: why did it end worse? Its first steps are trained again,
+as it did, in FP32, and with each change. It prints what casts of linear layers lose, and the
+smallest change that takes away half of the gap to FP32.
 
 So may any run that skipped an update because the loss itself was not finite. Its batch is looked
 at; if that is sound, the run is trained again up to that step.
@@ -56,7 +60,7 @@ at; if that is sound, the run is trained again up to that step.
 _MORE = """\
 Your own code (data=custom, model=custom) only runs if you name it as the run did.
 
-Exit codes: 0 explained, or reported as not found; 2 bad input (as a run in 16 bits that
+Exit codes: 0 explained, or reported as not found; 2 bad input (as a run in FP32 that
 did not diverge, with a finite loss);
 4 damaged record.
 """
@@ -66,7 +70,8 @@ did not diverge, with a finite loss);
 class Explanation:
     """The explanation of a failed run.
 
-    finding, tried: None and empty for a run that failed with an exception. classification: from the
+    finding, tried: None and empty for a run that failed with an exception. verdict: without a
+    finding. classification: from the
     post-mortem. from_start: whether changes were tried from the start of the run instead of its bad
     step. command: the run's command with the cure.
     """
@@ -80,6 +85,8 @@ class Explanation:
     tried: list["Tried"] = field(default_factory=list)
     from_start: bool = False
     command: str | None = None
+    verdict: str = "exception"
+    reasons: list[str] = field(default_factory=list)
     casts: list[list[str]] = field(default_factory=list)
 
     @property
@@ -95,9 +102,10 @@ def main(arguments: list[str]) -> int:
     add("words", nargs="*", metavar="RUN|NAME=VALUE", help=what)
     add("--json", action="store_true", help="everything as JSON")
     add("--no-cures", action="store_true", help="only look for the cause")
-    most = "of a run that is done: train its first N steps (400, in a minute each)"
+    most = "of a run that is done: train its first N steps (400, as far as the seconds allow)"
     add("--steps", type=number("--steps", 1, MAX_STEPS, "a number of steps", whole=True),
         metavar="N", help=most)  # fmt: skip
+    add_seconds(parser)
     own = "your options that name the run's data.factory, model.factory, data.root"
     add("--config-dir", metavar="DIR", help=own)
     given = parser.parse(arguments)
@@ -110,6 +118,7 @@ def main(arguments: list[str]) -> int:
         given=vouched(given.overrides, given.config_dir),
         config_dir=given.config_dir,
         steps=given.steps,
+        seconds=given.seconds,
     )
     return page(as_dict(explanation), as_text(explanation), given.json)
 
@@ -121,11 +130,13 @@ def explain(
     given: Vouched = NOTHING,
     config_dir: str | None = None,
     steps: int | None = None,
+    seconds: float | None = None,
 ) -> Explanation:
     """Explain a run; BadInput if there is nothing to explain, Damaged if it is not whole.
 
     given: code that may be imported and paths that may be used. config_dir: the user's options,
-    among which a change may be found. steps: of a run that is done.
+    among which a change may be found. steps: of a run that is done. seconds: for all trials, 60;
+    any number of them with `steps`.
     """
     record = record_of("explain", directory)
     status, cause = record.get("status"), str(record.get("cause"))
@@ -139,9 +150,8 @@ def explain(
     bad = read_columns(directory / "metrics.jsonl") if status == "done" and steps is None else None
     skips = [] if bad is None else bad.nonfinite_skips.tolist()
     done = status == "done" and not skips
-    if done:  # ended worse? Only where linear layers multiply casts
-        precision = current(read_config(directory)).get("precision", {})
-        done = bool((precision.get("matmul") or {}).get("input"))
+    if done:  # ended worse?
+        done = _is_lower(current(read_config(directory)).get("precision", {}))
     if status != "diverged" and not done and not skips:
         raise refused("explain", directory, record, _nothing_to_explain(record))
     if steps is not None and not done:
@@ -151,13 +161,18 @@ def explain(
     environment = read_record(directory, *needed)["environment"]
     refuse_older_state(f"explain {directory}", record)
     config = current(read_config(directory))
-    mode = config_from_record(config, given).precision  # checked before torch is imported
+    checked = config_from_record(config, given)  # before torch is imported
     which = "last" if status == "diverged" else "first"
     announce(f"explain: takes the {which} steps of {directory} again")
+    if seconds is None and steps is None:
+        seconds = SECONDS
+    if seconds is not None and (with_cures or done):
+        say_seconds("explain", seconds)
 
     import torch
 
     from mprun.extensions.diagnosis.interventions import options_of
+    from mprun.extensions.diagnosis.trials import Budget
     from mprun.training.run import prepare, resolve_device
 
     # On a CPU, with a note, if the run's GPU is missing here.
@@ -168,7 +183,8 @@ def explain(
         checked, threads = config_from_record(config, given), environment["threads"]
         return prepare(checked, device, threads)
 
-    run = _Run(directory, record, config, mode, build, missing)
+    budget = Budget() if seconds is None else Budget(seconds)
+    run = _Run(directory, record, config, checked, build, missing, budget)
     options = options_of(config_dir) if with_cures else None
     if done:
         found = _of_ending(run, steps, options)
@@ -184,21 +200,41 @@ class _Run(NamedTuple):
     directory: Path
     record: dict
     config: dict
-    mode: PrecisionConfig
+    checked: RunConfig
     build: Callable[[dict], Any]
     without_gpu: bool
+    budget: "Budget"
+
+    @property
+    def mode(self) -> PrecisionConfig:
+        return self.checked.precision
+
+
+def _is_lower(precision: dict) -> bool:
+    """Return whether a mode computes or stores anything in less than FP32."""
+    matmul = precision.get("matmul") or {}
+    dtypes = [precision.get(key) for key in ("autocast_dtype", "param_dtype")]
+    return bool(matmul.get("input")) or any(dtype not in (None, "fp32") for dtype in dtypes)
 
 
 def _of_ending(run: _Run, steps: int | None, options: "Options | None") -> Explanation:
-    """Return what casts cost a run that is done; steps, options: as for `find_ending`."""
+    """Return what its mode costs a run that is done; steps, options: as for `find_ending`."""
+    from mprun.extensions.diagnosis.changes_of_mode import ChangesOfMode
     from mprun.extensions.diagnosis.worse_ending import find_ending
     from mprun.numerics.failure import recorded_rows
 
     rows, start = recorded_rows(run.directory), (run.build, run.config, run.mode)
-    ending = find_ending(*start, rows, steps=steps, options=options)
-    replay, result = ending.in_words()
-    found = Explanation(str(run.directory), "done", "", [result], replay + _note(run.without_gpu))
-    return replace(found, casts=ending.casts, tried=ending.tried, from_start=True)
+    changes = ChangesOfMode(run.build, run.config, run.checked, options or {})
+    ending = find_ending(
+        *start, rows, steps=steps, options=options, changes=changes, budget=run.budget
+    )
+    replay, *results = ending.in_words()
+    if skipped := run.record.get("skipped"):  # with losses that were finite
+        results.append(f"{skipped} skipped updates while the loss scale settles are normal")
+    found = Explanation(str(run.directory), "done", "", results, replay + _note(run.without_gpu))
+    verdict = "casts" if run.mode.matmul.input else "mode"
+    found = replace(found, casts=ending.casts, tried=ending.tried, reasons=changes.reasons)
+    return replace(found, from_start=True, verdict=verdict)
 
 
 def _before_the_step(run: _Run, bad: MetricsColumns | None) -> tuple[dict, dict]:
@@ -245,7 +281,8 @@ def _of_step(run: _Run, options: "Options | None", bad: MetricsColumns | None) -
     if options is None or not curable:
         return found
     rows, casts = recorded_rows(directory), cast_changes(matmul, losses)
-    tried = find_cures(run.build, config, kept, finding, rows, options, casts)
+    given = (run.build, config, kept, finding, rows, options, casts)
+    tried = find_cures(*given, budget=run.budget)
     return replace(found, tried=tried[0], from_start=tried[1])
 
 
@@ -253,10 +290,7 @@ def _nothing_to_explain(record: dict) -> str:
     status = record.get("status")
     if status in ("preempted", "running"):
         return f"status {status}, no step to explain"
-    why = f"status {status}; only a run that diverged has a step to explain"
-    if skipped := record.get("skipped"):  # with losses that were finite
-        why += f" ({skipped} skipped updates while the loss scale settles are normal)"
-    return why
+    return f"status {status} in FP32: no step failed, and no mode is to be explained"
 
 
 def _replay_in_words(finding: "Finding", failure: dict, without_gpu: bool) -> str:
@@ -288,11 +322,11 @@ def as_dict(explanation: Explanation) -> dict:
     from mprun.precision.policy import dtype_name
 
     finding, cure = explanation.finding, explanation.smallest
-    content = _chosen(explanation, "run status cause classification replay casts") | {
-        "verdict": finding.verdict if finding is not None else _VERDICTS[explanation.status],
+    content = _chosen(explanation, "run status cause classification replay casts reasons") | {
+        "verdict": finding.verdict if finding is not None else explanation.verdict,
         "tried_from_start": explanation.from_start,
         "tried": [
-            {"change": one.overrides, "cures": one.cures, "result": one.result}
+            _chosen(one, "cures result steps") | {"change": one.overrides}
             for one in explanation.tried
         ],
         "smallest_cure": None if cure is None else cure.overrides,
@@ -321,7 +355,8 @@ def _chosen(record: object, names: str) -> dict:
 def as_text(explanation: Explanation) -> list[str]:
     from mprun.extensions.diagnosis.casts import percent
     from mprun.extensions.diagnosis.first_nonfinite import in_words
-    from mprun.extensions.diagnosis.interventions import FP32, WORSE
+    from mprun.extensions.diagnosis.interventions import LONG, WORSE
+    from mprun.extensions.diagnosis.trials import FP32, PART_OF_FP32
     from mprun.extensions.diagnosis.worse_ending import PART
 
     start = ": ".join(filter(None, (explanation.run, explanation.status, explanation.cause)))
@@ -329,6 +364,8 @@ def as_text(explanation: Explanation) -> list[str]:
     parts = {"run": [start, *explanation.classification], "replay": [explanation.replay]}
     if finding is not None:
         parts |= {"culprit": in_words(finding), "ramp": _ramp(finding.ramp)}
+    if explanation.reasons:
+        parts["FP16"] = explanation.reasons
     if explanation.casts:
         parts["casts"] = [
             f"{'  ' * (n > 0)}{line}" for own in explanation.casts for n, line in enumerate(own)
@@ -336,14 +373,16 @@ def as_text(explanation: Explanation) -> list[str]:
     if tried:
         since = "from the start of the run up to" if explanation.from_start else "on"
         verdicts = {True: "cures", False: "does not cure", None: "-"}
-        rows = [(o.change, f"{verdicts[o.cures]:<13}", o.result) for o in tried]
-        rule = (
-            f"{since} that step and five more; cures: finite, at most {WORSE:g} times FP32's loss"
-        )
+        rows = [(o.change, f"{verdicts[o.cures]:<13}", _steps(o), o.result) for o in tried]
+        rules = [
+            f"{since} that step and five more; cures: finite, at most {WORSE:g} times FP32's loss",
+            f"the smallest that cures up to {LONG} more: at most {percent(PART_OF_FP32)} above "
+            "FP32, or of what FP32 learnt",
+        ]
         if finding is None:
-            rule = f"the same steps; cures: takes away {percent(PART)} of the gap to FP32"
-            rule += "; parts need not add up"
-        parts["tried"] = [rule, *aligned(rows, width=page_width(beside=_MARGIN))]
+            rule = f"the same steps; cures: takes away {percent(PART)} of the gap to FP32, and "
+            rules = [f"{rule}leaves at most {percent(PART_OF_FP32)}; parts need not add up"]
+        parts["tried"] = [*rules, *aligned(rows, width=page_width(beside=_MARGIN))]
         fp32 = any(one.overrides == FP32 and one.cures is False for one in tried)
         fails_too = "; FP32 fails as well: the recipe is at fault, not the precision"
         none = "none of these" if finding else f"not found: none takes away {percent(PART)}"
@@ -357,6 +396,10 @@ def as_text(explanation: Explanation) -> list[str]:
         for title, lines in parts.items()
         for row, line in enumerate(lines)
     ]
+
+
+def _steps(tried: "Tried") -> str:
+    return f"{tried.steps} steps" if tried.steps else ""
 
 
 def _ramp(ramp: list["Largest"]) -> list[str]:
