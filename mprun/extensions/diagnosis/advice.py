@@ -22,6 +22,7 @@ from mprun.extensions.diagnosis.advised_regions import (
     values_of,
 )
 from mprun.extensions.diagnosis.casts import CastAdvice
+from mprun.extensions.diagnosis.trials import Tried
 from mprun.numerics.exponent_shares import (
     FORMATS,
     FP16_LOST,
@@ -151,7 +152,8 @@ class Advice:
     advised mode, as typed after `mprun`: `static` if a loss scale is needed, else a mode without
     one. static, dynamic: the mode with either scaler, empty without a gradient.
     unscaled: the same mode with scale 1 and nothing kept in FP32. casts: None if no mode with
-    products was asked about.
+    products was asked about. tried: candidates as they were trained, beside FP32's loss; the last
+    one holds if `command` is not empty.
     """
 
     evidence: Evidence
@@ -169,6 +171,7 @@ class Advice:
     check: dict | None = None
     casts: CastAdvice | None = None
     candidates: list[Candidate] = field(default_factory=list)
+    tried: list[Tried] = field(default_factory=list)
 
     def as_dict(self) -> dict:
         content = asdict(replace(self, casts=None))

@@ -14,6 +14,7 @@ from mprun.extensions.diagnosis.casts import (
     percent,
     verdicts,
 )
+from mprun.extensions.diagnosis.trials import FP32, PART_OF_FP32
 from mprun.record.layout import aligned
 
 _LAYERS = 8
@@ -31,15 +32,38 @@ def as_text(advice: Advice, width: int | None = None) -> list[str]:
     for number, part in enumerate(parts, 1):
         head, *more = part(advice)
         lines += [f"{number} {head}", *more]
-    commands = {"in FP16": advice.command}
-    if advice.casts is not None:
-        commands = {f"with {' '.join(advice.casts.mode)}": advice.casts.command, **commands}
-    start = "use it "
+    return [*lines, *_tried(advice, width), *(_check(advice.check) if advice.check else [])]
+
+
+def _tried(advice: Advice, width: int | None) -> list[str]:
+    """Return what was tried and the commands of what holds."""
+    part = percent(PART_OF_FP32)
+    lines = [f"tried beside FP32; holds: finite, updates applied, at most {part} above FP32's loss"]
+    lines[0] += " or of what FP32 learnt"
+    words = {True: "holds", False: "fails", None: "-"}
+    rows = [
+        (one.change, words[one.cures], f"{one.steps} steps" if one.steps else "", one.result)
+        for one in advice.tried
+    ]
+    lines += [f"  {line}" for line in aligned(rows, width=width and width - 2)]
+    commands = {_use(advice): advice.command}
+    if (casts := advice.casts) is not None:
+        of_casts = f"use it with {' '.join(casts.mode)}"
+        commands = {of_casts: casts.command, **commands}
+        if not casts.command:
+            lines.append(f"no tried form of {' '.join(casts.mode)} holds")
     for what, line in commands.items():
-        if line:
-            lines += [f"{start}{what}", f"  {line}"]
-            start = "or "
-    return lines + (_check(advice.check) if advice.check else [])
+        lines += [what, f"  {line}"] if line else []
+    if not advice.command:
+        lines.append("no command: no mode was tried to its end and held (--seconds S)")
+    return lines
+
+
+def _use(advice: Advice) -> str:
+    if advice.overrides == [*FP32]:
+        return "use FP32: no tried 16-bit mode trains like it"
+    half = "BF16" if any("bf16" in word for word in advice.overrides) else "FP16"
+    return f"use it in {half}"
 
 
 def _verdicts(advice: Advice) -> list[str]:

@@ -519,3 +519,33 @@ def test_what_a_mode_computes_in_fp32_is_left_alone():
     assert advice_between(between(row), lambda mode: {place: False}).keep_fp32 == []
     asked.clear()
     assert advice_between(probe(**GRADIENTS), narrow).keep_fp32 == asked == []
+
+
+PLANTED = "benchmarks.planted_causes.networks"
+POSITIONS = ["model=custom", f"model.factory={PLANTED}:network", f"data.factory={PLANTED}:codes"]
+POSITIONS += ["model.options.host=perceptron", "model.options.inputs=10", "optim=adam"]
+POSITIONS += ["model.options.part=turned", "model.options.at=phase", "model.options.place=input"]
+POSITIONS += ["data.options={low:3000,high:3200}", "optim.lr=0.003", "train.steps=100"]
+POSITIONS += ["data.batch_size=16", "train.eval_every=0", "device=cpu", "threads=1"]
+
+
+def test_a_mode_that_fails_is_replaced_by_the_next(tmp_path, capsys):
+    """Odd integers from 2049 on are no FP16 numbers. The advised mode casts them, amp does not."""
+    line = [*POSITIONS, f"output_dir='{tmp_path / 'run'}'", "--seconds", "600"]
+    found = as_json(capsys, "advise", *line)
+    first, *others, last = found["tried"]
+    assert first["overrides"] == ["precision=fp32"] and last["overrides"] == ["precision=amp"]
+    assert others[0]["overrides"] == ["precision=fp16_master"]
+    assert all(one["cures"] is False and one["steps"] == 100 for one in others)
+    assert last["cures"] and last["loss"] < 1.1 * first["loss"] < others[0]["loss"]
+    assert found["overrides"] == ["precision=amp"] and found["command"].endswith("precision=amp")
+
+
+def test_no_command_is_printed_that_was_not_tried(tmp_path, capsys):
+    line = [*TINY_GPT, *ONE_CORE, f"output_dir='{tmp_path / 'run'}'", "--steps", "4"]
+    assert main(["advise", *line, "--seconds", "0"]) == 0
+    out, err = capsys.readouterr()
+    assert "mprun: advise: tries changes for at most 0 seconds (--seconds S)\n" in err
+    assert "no command: no mode was tried to its end and held" in out
+    assert "not tried, the 0 seconds are used up" in out
+    assert not any(line.strip().startswith("mprun ") for line in out.splitlines())

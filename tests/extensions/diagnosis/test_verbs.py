@@ -138,4 +138,5 @@ def test_a_verb_says_that_a_run_has_no_end_yet(tmp_path, words, capsys):
     assert main([*words.split(), str(folder)]) == DONE
     said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("mprun: ")]
     says = "status running: goes on or was killed; it is read as far as it goes"
-    assert said == [f"mprun: {folder}: {says}"]
+    assert said[0] == f"mprun: {folder}: {says}"
+    assert all("tries changes for at most 60 seconds" in line for line in said[1:])

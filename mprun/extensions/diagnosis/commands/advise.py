@@ -3,9 +3,11 @@
 import math
 import sys
 from argparse import Namespace
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import redirect_stdout
 from dataclasses import replace
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +19,8 @@ from mprun.config.schema import MAX_STEPS
 from mprun.config.trust import NOTHING, Vouched, check_vouched, outside, vouched
 from mprun.errors import DIVERGED, DONE, BadInput, MprunError
 from mprun.extensions.diagnosis.commands import (
+    SECONDS,
+    add_seconds,
     announce,
     command,
     note,
@@ -24,6 +28,7 @@ from mprun.extensions.diagnosis.commands import (
     page_width,
     record_of,
     refused,
+    say_seconds,
     split_words,
     unfinished,
 )
@@ -33,9 +38,11 @@ from mprun.record.run_directory import locked, read_config
 from mprun.record.run_record import Record, read_record
 
 if TYPE_CHECKING:
+    from mprun.assembly import Built
     from mprun.extensions.diagnosis.advice import Advice
     from mprun.extensions.diagnosis.advised_regions import Row
     from mprun.extensions.diagnosis.casts import CastAdvice
+    from mprun.extensions.diagnosis.trials import BesideFp32, Tried
 
 STEPS, PROBES, SHARE = 60, 12, 0.001
 SEEDS = (0, 1, 2)  # for --check: no verdict with fewer than 3
@@ -45,8 +52,9 @@ _WHAT = """\
   mprun advise RUN              the same from the probes of a run (numerics=probes); repeat data.factory=... and model.factory=... if the run has your own code
 
 Trains the first steps in FP32 with probes, in a separate run directory (advise-...). It prints
-whether master weights matter, whether loss scaling matters and which scales suit, which modules
-should stay in FP32, and the command line to use it all. Beside precision=fp8_tensorwise, nvfp4 or
+whether master weights matter, whether loss scaling matters and which scales suit, and which modules
+should stay in FP32. The command line to use it all is printed once it has trained the first 20
+steps beside FP32; what fails there is replaced by the next mode. Beside precision=fp8_tensorwise, nvfp4 or
 another mode of products it also measures, per layer, what that mode's casts lose.
 """  # noqa: E501 - the help page breaks lines
 _MORE = (
@@ -71,10 +79,17 @@ def main(arguments: list[str]) -> int:
         directory = options.run
         base = _own(unfinished(_recorded(directory)).get("overrides", []))
         announce(f"advise: builds the model of {directory} and reads its probes")
-    advice = advise_run(directory, share=options.share, given=given, config_dir=options.config_dir)
-    if casts is not None and casts.overrides:
-        casts = replace(casts, command=command(options.config_dir, [*base, *casts.overrides]))
-    advice = replace(advice, casts=casts)
+    seconds = SECONDS if options.seconds is None else options.seconds
+    if options.check:
+        _check_base(options, given, base)
+    advice = advise_run(
+        directory,
+        share=options.share,
+        given=given,
+        config_dir=options.config_dir,
+        seconds=seconds,
+        casts=casts,
+    )
     if options.check:
         advice = replace(advice, check=_check(options, given, advice, base, directory))
     from mprun.extensions.diagnosis.advice_report import as_text
@@ -101,6 +116,7 @@ def _options(arguments: list[str]) -> Namespace:
     add("--share", type=part, default=SHARE, metavar="X", help=accepted)
     more = "also train 3 seeds of N steps with the advice, with scale 1, and in FP32"
     add("--check", action="store_true", help=more)
+    add_seconds(parser)
     add("--json", action="store_true", help="everything as JSON")
     add("--config-dir", metavar="DIR", help="your options, as for a run")
     options = parser.parse(arguments)
@@ -121,12 +137,15 @@ def advise_run(
     share: float = SHARE,
     given: Vouched = NOTHING,
     config_dir: str | None = None,
+    seconds: float = SECONDS,
+    casts: "CastAdvice | None" = None,
 ) -> "Advice":
     """Return advice from the probes of the run in `directory`; BadInput if it has none.
 
-    Its model is built again, in FP32 and on a CPU, for its modules and learning rates. share:
-    accepted underflow share. given: code that may be imported and paths that may be used, including
-    the run's. config_dir: the user's options, for the command lines to use the advice.
+    Its model is built again, in FP32 and on a CPU, for its modules and learning rates, and then in
+    each mode that is tried. share: accepted underflow share. given: code that may be imported and
+    paths that may be used, including the run's. config_dir: the user's options, for the command
+    lines to use the advice. seconds: for the trials. casts: those of a mode that was asked for.
     """
     record, plain = _recorded(directory), current(read_config(directory))
     if "script" in record:
@@ -148,15 +167,20 @@ def advise_run(
 
     from mprun.extensions.diagnosis.advice import advise
     from mprun.extensions.diagnosis.advised_regions import layout, seen_in_16_bits
+    from mprun.extensions.diagnosis.changes_of_mode import in_turn
+    from mprun.extensions.diagnosis.trials import BesideFp32, Budget
     from mprun.training.run import prepare
 
-    built = prepare(config, torch.device("cpu"), config.threads)
+    cpu = torch.device("cpu")
+    built = prepare(config, cpu, config.threads)
+
+    def build(mode: tuple[str, ...], place: torch.device = cpu) -> "Built":
+        composed = compose_config(mode, config_dir, files=False).as_dict()
+        own = plain | {group: composed[group] for group in ("precision", "scaler")}
+        return prepare(config_from_record(own, given), place, config.threads)
 
     def narrow(mode: tuple[str, ...]) -> "dict[Row, bool]":
-        composed = compose_config(mode).as_dict()
-        own = plain | {group: composed[group] for group in ("precision", "scaler")}
-        again = config_from_record(own, given)
-        return seen_in_16_bits(prepare(again, torch.device("cpu"), config.threads))
+        return seen_in_16_bits(build(mode))
 
     rates, parts = built.rate.rates, layout(built.task)
     try:
@@ -172,8 +196,59 @@ def advise_run(
     if len(losses) > 1 and losses[-1] > 1.5 * abs(losses[0]):
         rose = f"the loss rose from {losses[0]:.4g} to {losses[-1]:.4g} over the measured steps"
         advice.notes.append(f"{rose}: the advice fits an unstable recipe; fix that first")
-    use = command(config_dir, [*_own(record.get("overrides", [])), *advice.overrides])
-    return replace(advice, command=use, run=str(directory))
+    on_gpu = record.get("environment", {}).get("device") == "cuda" and torch.cuda.is_available()
+    place = torch.device("cuda" if on_gpu else "cpu")
+    own = _own(record.get("overrides", []))
+    advice = replace(advice, run=str(directory), casts=casts)
+    say_seconds("advise", seconds)
+    trials = BesideFp32(lambda mode: build(mode, place), Budget(seconds))
+    return _tried(advice, trials, in_turn(parts), partial(command, config_dir), own)
+
+
+def _tried(
+    advice: "Advice",
+    trials: "BesideFp32",
+    parts: Iterable[dict],
+    line: Callable[[list[str]], str],
+    base: list[str],
+) -> "Advice":
+    """Try the modes that follow from the advice; return it with those that hold in its commands.
+
+    parts: of the network, each in FP32. line: the command of overrides. base: those of the run.
+    """
+    from mprun.extensions.diagnosis.casts import cast_changes
+    from mprun.extensions.diagnosis.interventions import typed_words
+    from mprun.extensions.diagnosis.trials import FP32
+
+    tried: list[Tried] = []
+    casts = advice.casts
+    if casts is not None:
+        forms = [tuple(casts.overrides)] if casts.overrides else []
+        changes = cast_changes(casts.matmul, casts.losses)
+        forms += [(*casts.mode, *typed_words(change)) for change in changes]
+        tried += trials.until_one_holds(forms)
+        held = _held(tried)
+        use = line([*base, *held]) if held else ""
+        casts = replace(casts, overrides=held or casts.overrides, command=use)
+    modes = [one.overrides for one in advice.candidates]
+    start = [word for word in advice.overrides if ".overrides." not in word]
+    modes += [(*start, *typed_words(part)) for part in parts]
+    of_fp16 = trials.until_one_holds(dict.fromkeys([*modes, ("precision=amp_bf16",)]))
+    if not _held(of_fp16) and not trials.budget.spent:  # none of them trains like FP32
+        of_fp16.append(trials.result(FP32))
+    else:
+        tried.insert(0, trials.result(FP32))
+    held = _held(of_fp16)
+    use = line([*base, *held]) if held else ""
+    advice = replace(advice, casts=casts, tried=[*tried, *of_fp16], command=use)
+    if held and held != advice.overrides:
+        advice = replace(advice, overrides=held, static=held)
+    return advice
+
+
+def _held(tried: "Sequence[Tried]") -> list[str]:
+    """Return the mode that holds, if one does."""
+    return [*tried[-1].overrides] if tried and tried[-1].cures else []
 
 
 def _measure(options: Namespace, base: list[str]) -> tuple[Path, int, "CastAdvice | None"]:
@@ -232,9 +307,7 @@ def _check(
     from mprun.sweeps import sweep
     from mprun.sweeps.plan import plan
 
-    # For a run these are the overrides of its record, which may name code and paths, too.
-    base = [*base, *(override for override in options.overrides if _key(override) in PLACES)]
-    check_vouched(outside(compose_config(base, options.config_dir).as_dict()), given)
+    base = _check_base(options, given, base)
     steps = options.steps or STEPS
     if options.run is None:
         steps = read_record(directory)["steps"]
@@ -243,33 +316,47 @@ def _check(
     common += [f"seed={','.join(map(str, SEEDS))}", f"train.steps={steps}"]
     common.append(f"output_root='{folder}'")
     arms = {"advised scale": advice.static or advice.overrides, "scale 1": advice.unscaled}
-    directories = []
-    for overrides in (_FP32, *arms.values()):
+    directories: dict[str, list[Path]] = {}
+    for name, overrides in {"FP32": _FP32, **arms}.items():
         cells = [*common, *overrides]
         with redirect_stdout(sys.stderr):
             code = sweep(cells, options.config_dir)
-        directories += [cell.directory for cell in plan(cells, options.config_dir).cells]
+        directories[name] = [cell.directory for cell in plan(cells, options.config_dir).cells]
         if code != DONE:
             raise MprunError(f"advise --check: a run did not end (exit code {code}), see {folder}")
     return {"folder": str(folder), "seeds": len(SEEDS), "steps": steps} | _judged(directories, arms)
 
 
-def _judged(directories: list[Path], arms: dict[str, list[str]]) -> dict:
+def _check_base(options: Namespace, given: Vouched, base: list[str]) -> list[str]:
+    """Return the overrides that --check runs again.
+
+    For a run these are the overrides of its record, which may name code and paths, too.
+    """
+    if options.run is not None:
+        config_from_record(current(read_config(options.run)), given)
+    base = [*base, *(override for override in options.overrides if _key(override) in PLACES)]
+    check_vouched(outside(compose_config(base, options.config_dir).as_dict()), given)
+    return base
+
+
+def _judged(directories: dict[str, list[Path]], arms: dict[str, list[str]]) -> dict:
     """Return the verdicts of `mprun compare` on the runs of the arms."""
     from mprun.comparison.grouping import group_runs
     from mprun.comparison.load import load_runs
     from mprun.comparison.verdict import assess
     from mprun.comparison.wording import shown, unit
 
-    runs, _ = load_runs(directories)
+    runs, _ = load_runs(list(dict.fromkeys(chain.from_iterable(directories.values()))))
     protos, refused = group_runs(runs)
     if not protos:
         raise MprunError(f"advise --check: {refused[0]}")
     group = assess(protos[0])
     found = []
     for name, overrides in arms.items():
-        static = "scaler=static" in overrides
-        row = next(row for row in group.rows if (row.arm.runs[0].scaler == "static") == static)
+        own = {str(directory) for directory in directories[name]}
+        row = next((row for row in group.rows if row.arm.runs[0].path in own), None)
+        if row is None:  # of FP32 itself, where no 16-bit mode trains
+            continue
         arm = {"name": name, "overrides": " ".join(overrides), "mean": row.mean}
         numbers = shown(group, row.verdict)
         arm |= {"difference": numbers["difference"], "margin": numbers["margin"]}
