@@ -7,6 +7,7 @@ In your own script:
     mprun.sweep(train, modes=["fp32", "amp"], seeds=3)      # train(run) in each, and a comparison
     mprun.probe(step, optimizer)                 # exponents of every tensor of a step
     mprun.explain(step, optimizer)               # the operation that makes the first NaN
+    mprun.advise(step, optimizer)                # what 16 bits need: scale, layers in FP32
 
 With recorded runs:
 
@@ -28,6 +29,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from mprun.comparison import compare as compare
     from mprun.comparison.notebook import load as load
+    from mprun.extensions.diagnosis.of_script import advise as advise
     from mprun.extensions.diagnosis.of_script import explain as explain
     from mprun.prepared import prepare as prepare
     from mprun.prepared import state_of as state_of
@@ -44,6 +46,7 @@ _PUBLIC = {
     "Run": "mprun.script.run",
     "Diverged": "mprun.script.run",
     "probe": "mprun.script.watched",
+    "advise": "mprun.extensions.diagnosis.of_script",
     "explain": "mprun.extensions.diagnosis.of_script",
     "load": "mprun.comparison.notebook",
     "compare": "mprun.comparison",

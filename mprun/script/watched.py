@@ -99,6 +99,11 @@ class ScriptTask:
             self.metrics |= {name: self._scalar(name, value) for name, value in metrics.items()}
         return self.metrics
 
+    @property
+    def step(self) -> int:
+        """Return the steps taken."""
+        return max(optimizer.steps for optimizer in self.prepared.values())
+
     def audit(self) -> dict[str, Any]:
         """Return what the models really computed so far, for run.json."""
         models = [model for steps in self.prepared.values() for model in steps.models]
@@ -112,9 +117,7 @@ class ScriptTask:
         metrics = self.ended(loss)
         skipped = "found_inf" in metrics and bool(metrics["found_inf"] != 0)
         numbers = float(metrics["loss"]), float(metrics["loss_scale"])
-        return StepRow(
-            max(o.steps for o in self.prepared.values()), *numbers, skipped, int(skipped)
-        )
+        return StepRow(self.step, *numbers, skipped, int(skipped))
 
     def state_dict(self) -> dict[str, Any]:
         """Return all that the next step depends on."""

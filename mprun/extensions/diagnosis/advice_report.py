@@ -18,6 +18,7 @@ from mprun.extensions.diagnosis.trials import FP32, PART_OF_FP32
 from mprun.record.layout import aligned
 
 _LAYERS = 8
+_HINT = "mprun advise KEY=VALUE ... precision=nvfp4 (or other)"
 
 
 def as_text(advice: Advice, width: int | None = None) -> list[str]:
@@ -25,14 +26,20 @@ def as_text(advice: Advice, width: int | None = None) -> list[str]:
 
     width: of tables; None: any.
     """
+    check = _check(advice.check) if advice.check else []
+    return [*findings(advice, width), *_tried(advice, width), *check]
+
+
+def findings(advice: Advice, width: int | None = None, hint: str = _HINT) -> list[str]:
+    """Return what was measured and follows from it; hint: how to ask about casts."""
     parts = [_masters, _scaling, _fp32]
-    casts = partial(_casts, width=width and width - 2)
+    casts = partial(_casts, width=width and width - 2, hint=hint)
     parts.insert(0 if advice.casts is not None else len(parts), casts)
     lines = [*_verdicts(advice), *_evidence(advice)]
     for number, part in enumerate(parts, 1):
         head, *more = part(advice)
         lines += [f"{number} {head}", *more]
-    return [*lines, *_tried(advice, width), *(_check(advice.check) if advice.check else [])]
+    return lines
 
 
 def _tried(advice: Advice, width: int | None) -> list[str]:
@@ -204,10 +211,10 @@ def _fp32(advice: Advice) -> list[str]:
     return lines + [f"  {note}" for note in advice.notes]
 
 
-def _casts(advice: Advice, width: int | None) -> list[str]:
+def _casts(advice: Advice, width: int | None, hint: str) -> list[str]:
     found = advice.casts
     if found is None:
-        return ["casts of a mode, measured: mprun advise KEY=VALUE ... precision=nvfp4 (or other)"]
+        return [f"casts of a mode, measured: {hint}"]
     mode = " ".join(found.mode) or "this mode"
     lines = [f"casts of {mode}, {found.steps} steps: where each layer loses most, in %"]
     order = verdicts(found.losses)

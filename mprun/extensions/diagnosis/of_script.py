@@ -1,13 +1,26 @@
-"""Explain a step of a user's script, in its own process.
+"""Explain a step of a user's script, in its own process, or say what its numbers need.
 
 finding = mprun.explain(step, optimizer)   # which operation made the first infinity or NaN
+print(mprun.advise(step, optimizer))       # what to keep in FP32, which loss scale
 """
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, cast
 
 from torch import Tensor
 
+from mprun.config.compose import compose_config
+from mprun.config.schema import RunConfig
+from mprun.extensions.diagnosis import advice_report
+from mprun.extensions.diagnosis.advice import Advice
+from mprun.extensions.diagnosis.advice import advise as derived
+from mprun.extensions.diagnosis.advised_regions import layout
+from mprun.extensions.diagnosis.casts import CastMeter, cast_advice
+from mprun.extensions.diagnosis.changes_of_mode import SHARE, measured
 from mprun.extensions.diagnosis.first_nonfinite import Finding, find_culprit
 from mprun.numerics.post_mortem import StepRow
 from mprun.numerics.replay import Snapshot, Steps
@@ -41,19 +54,111 @@ def explain(step: Callable[[], Any], optimizer: Optimizers, *, steps: int = 1) -
         optimizer: prepared; several in a list, or by name.
         steps: most steps to try.
     """
+    with _restored("explain", optimizer) as task:
+        for _ in range(steps):
+            finding = find_culprit(cast("Steps", _Steps(task, step)), "step")
+            if finding.reproduced:
+                break
+    return finding
+
+
+@contextmanager
+def _restored(verb: str, optimizer: Optimizers) -> Iterator[ScriptTask]:
+    """Put everything back after the steps in the block."""
     if are_several():
         raise ValueError(
-            "mprun.explain: stops within a step, where other processes would wait; "
+            f"mprun.{verb}: stops within a step, where other processes would wait; "
             "run the script in one process"
         )
     task = ScriptTask(optimizer)
     before = Snapshot(task, task.device)
     before.take(0, 0)
     try:
-        for _ in range(steps):
-            finding = find_culprit(cast("Steps", _Steps(task, step)), "step")
-            if finding.reproduced:
-                break
-        return finding
+        yield task
     finally:
         before.restore()
+
+
+@dataclass(frozen=True, slots=True)
+class ScriptAdvice:
+    """What the steps of a script need; `str` gives it as text.
+
+    precision, scaler, overrides: for `mprun.prepare`; scale: of a static loss scale, None without
+    one. found: everything that was measured.
+    """
+
+    precision: str
+    scale: float | None
+    overrides: Mapping[str, str]
+    found: Advice
+
+    @property
+    def call(self) -> str:
+        """Return the call of `prepare` that follows from it."""
+        words = [f'precision="{self.precision}"']
+        words += [f"scaler=StaticLossScale({self.scale:.17g})"] if self.scale is not None else []
+        named = ", ".join(f'"{name}": "{dtype}"' for name, dtype in self.overrides.items())
+        words += [f"overrides={{{named}}}"] if self.overrides else []
+        return f"mprun.prepare(model, optimizer, {', '.join(words)})"
+
+    def __str__(self) -> str:
+        hint = 'mprun.advise(step, optimizer, precision="nvfp4")'
+        lines = advice_report.findings(self.found, None, hint)
+        untried = "from these steps, and not tried: a script's step trains its own objects"
+        return "\n".join([*lines, untried, f"  {self.call}"])
+
+
+def advise(
+    step: Callable[[], Any],
+    optimizer: Optimizers,
+    *,
+    steps: int = 8,
+    precision: str | None = None,
+) -> ScriptAdvice:
+    """Say what 16 bits need for the steps of a script, and what casts of a mode lose.
+
+    It takes `steps` steps under probes, best in FP32 (`prepare(..., precision="fp32")`): numbers
+    that a mode has rounded are gone. Afterwards it restores weights, optimizer states, loss scales
+    and random states, but no other state of the script.
+
+    Args:
+        step: takes a whole step and returns its loss, 0-dim.
+        optimizer: prepared; several in a list, or by name.
+        steps: how many to measure.
+        precision: a mode of products in 8 or 4 bits, whose casts are measured; None: the script's.
+
+    Raises:
+        ValueError: As of `mprun.probe`; `precision` names no mode, or matches no layer.
+        BadInput: Every update was skipped.
+    """
+    with _restored("advise", optimizer) as task:
+        if task.is_sharded:
+            raise ValueError("mprun.advise: shards (fully_shard) cannot be probed")
+        first = task.first.optimizer
+        rates: list[float] = []
+        mode = compose_config([f"precision={precision or task.policy.name}"]).config.precision
+        meter = CastMeter(task, mode) if mode.matmul.input else None
+        records = []
+
+        def take() -> dict[str, Tensor]:
+            rates.append(float(first.param_groups[0]["lr"]))
+            task.take(step)
+            return task.metrics
+
+        with meter or nullcontext():
+            for number in range(1, steps + 1):
+                records.append(measured(task, number, take))
+        eps = first.param_groups[0].get("eps")
+        optim = SimpleNamespace(name=type(first).__name__.lower(), eps=eps)
+        config = cast("RunConfig", SimpleNamespace(optim=optim))
+        found = derived(records, layout(task), config, rates, share=SHARE)
+        if meter is not None:
+            words = [f"precision={mode.name}"]
+            casts = cast_advice(meter.read(), mode.matmul, words, steps)
+            found = dataclasses.replace(found, casts=casts)
+    values = dict(word.split("=", 1) for word in found.overrides)
+    scale, key = values.get("scaler.scale"), "precision.overrides."
+    overrides = {k.removeprefix(key): v for k, v in values.items() if k.startswith(key)}
+    return ScriptAdvice(
+        values["precision"], None if scale is None else float(scale), overrides, found
+    )
