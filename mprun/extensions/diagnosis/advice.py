@@ -4,6 +4,7 @@ Micikevicius et al., arXiv 1710.03740, section 3: master weights (3.1) where upd
 FP16 weights, loss scaling (3.2) where gradients underflow, FP32 where values exceed FP16's range.
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
@@ -22,7 +23,7 @@ from mprun.extensions.diagnosis.advised_regions import (
     values_of,
 )
 from mprun.extensions.diagnosis.casts import CastAdvice
-from mprun.extensions.diagnosis.trials import Tried
+from mprun.extensions.diagnosis.trials import Mixed, Tried
 from mprun.numerics.exponent_shares import (
     FORMATS,
     FP16_LOST,
@@ -153,7 +154,8 @@ class Advice:
     one. static, dynamic: the mode with either scaler, empty without a gradient.
     unscaled: the same mode with scale 1 and nothing kept in FP32. casts: None if no mode with
     products was asked about. tried: candidates as they were trained, beside FP32's loss; the last
-    one holds if `command` is not empty.
+    one holds if `command` is not empty. mixed: None unless asked for. underflow: of a module's
+    output gradients at scale 1, the part of the nonzero ones.
     """
 
     evidence: Evidence
@@ -172,6 +174,8 @@ class Advice:
     casts: CastAdvice | None = None
     candidates: list[Candidate] = field(default_factory=list)
     tried: list[Tried] = field(default_factory=list)
+    mixed: Mixed | None = None
+    underflow: dict[str, float] = field(default_factory=dict)
 
     def as_dict(self) -> dict:
         content = asdict(replace(self, casts=None))
@@ -217,6 +221,9 @@ def advise(
     masters, notes = _master_weights(used, layout), notes_on_naive(used, layout, config.optim)
     modes = _modes(scaling, keep)
     found = Advice(evidence, masters, scaling, keep, largest, notes, *modes)
+    own = gradients["activation_gradients"]
+    shares = {layout.named(key): gradient.underflow(0) for key, gradient in own.items()}
+    found = replace(found, underflow={k: v for k, v in shares.items() if not math.isnan(v)})
     return replace(found, candidates=_candidates(found, used, layout, narrow))
 
 

@@ -14,7 +14,7 @@ from mprun.extensions.diagnosis.casts import (
     percent,
     verdicts,
 )
-from mprun.extensions.diagnosis.trials import FP32, PART_OF_FP32
+from mprun.extensions.diagnosis.trials import FP32, PART_OF_FP32, Mixed, Tried
 from mprun.record.layout import aligned
 
 _LAYERS = 8
@@ -27,7 +27,29 @@ def as_text(advice: Advice, width: int | None = None) -> list[str]:
     width: of tables; None: any.
     """
     check = _check(advice.check) if advice.check else []
-    return [*findings(advice, width), *_tried(advice, width), *check]
+    mixed = _mixed(advice.mixed, width) if advice.mixed else []
+    return [*mixed, *findings(advice, width), *_tried(advice, width), *check]
+
+
+def _rows(tried: list[Tried], width: int | None) -> list[str]:
+    """Return a table of trials."""
+    words = {True: "holds", False: "fails", None: "-"}
+    rows = [(one.change, words[one.cures], one.taken, one.result) for one in tried]
+    return [f"  {line}" for line in aligned(rows, width=width and width - 2)]
+
+
+def _mixed(mixed: Mixed, width: int | None) -> list[str]:
+    """Return the assignment that was searched for."""
+    head = f"mixed assignment at most {percent(mixed.bound)} above FP32's loss: "
+    table = _rows(mixed.tried, width)
+    if mixed.out is None:
+        return [f"{head}none of the tried sets", *table]
+    left = f"without {', '.join(mixed.out)}" if mixed.out else "the mode as it is"
+    cost = f"{percent(mixed.products)} of the products of layers leave the mode"
+    gap = f"{100 * mixed.gap:+.2f} % from FP32 when it was tried, one seed; {cost}"
+    file = [f"  {line}" for line in mixed.file.splitlines()]
+    return [f"{head}{left}", f"  {gap}", *table, f"precision/{mixed.name}.yaml", *file,
+            "use it", f"  {mixed.command}"]  # fmt: skip
 
 
 def findings(advice: Advice, width: int | None = None, hint: str = _HINT) -> list[str]:
@@ -47,12 +69,7 @@ def _tried(advice: Advice, width: int | None) -> list[str]:
     part = percent(PART_OF_FP32)
     lines = [f"tried beside FP32; holds: finite, updates applied, at most {part} above FP32's loss"]
     lines[0] += " or of what FP32 learnt"
-    words = {True: "holds", False: "fails", None: "-"}
-    rows = [
-        (one.change, words[one.cures], f"{one.steps} steps" if one.steps else "", one.result)
-        for one in advice.tried
-    ]
-    lines += [f"  {line}" for line in aligned(rows, width=width and width - 2)]
+    lines += _rows(advice.tried, width)
     commands = {_use(advice): advice.command}
     if (casts := advice.casts) is not None:
         of_casts = f"use it with {' '.join(casts.mode)}"

@@ -65,6 +65,30 @@ class Tried:
         nulls = "precision.matmul.input=null" in self.overrides
         return "linear layers without casts" if nulls else " ".join(self.overrides)
 
+    @property
+    def taken(self) -> str:
+        """Return its number of steps for a reader."""
+        return f"{self.steps} step{'s' * (self.steps > 1)}" if self.steps else ""
+
+
+@dataclass(frozen=True, slots=True)
+class Mixed:
+    """The parts of a network that leave a mode; `out` is None if no tried set meets the bound.
+
+    bound, gap: to FP32's loss, as a part. products: share of those of layers that leave the mode.
+    name, file, command: of the mode file.
+    """
+
+    bound: float
+    tried: list[Tried]
+    out: list[str] | None = None
+    overrides: tuple[str, ...] = ()
+    gap: float = 0.0
+    products: float = 0.0
+    name: str = ""
+    file: str = ""
+    command: str = ""
+
 
 @dataclass(slots=True)
 class Course:
@@ -199,14 +223,16 @@ class BesideFp32:
                 break
         return found
 
-    def result(self, mode: tuple[str, ...]) -> Tried:
+    def result(self, mode: tuple[str, ...], limit: float | None = None) -> Tried:
+        """Return what a mode does; limit: a larger loss fails, None: FP32's bound."""
         if mode == FP32:
             self.fp32.cut = False  # as many as there are
             return taken(self.fp32, mode, None, self.budget)
-        return result_of(mode, partial(self._train, mode), self.budget)
+        return result_of(mode, partial(self._train, mode, limit), self.budget)
 
-    def _train(self, mode: tuple[str, ...]) -> Tried:
+    def _train(self, mode: tuple[str, ...], limit: float | None) -> Tried:
         count, fp32 = len(self.fp32.losses), self.fp32
         course = train(Steps(self.build(mode), 0, 0), count, self.budget, settled=SETTLED)
-        limit = None if fp32.broken else bound(fp32.losses, count)
+        if limit is None and not fp32.broken:
+            limit = bound(fp32.losses, count)
         return taken(course, mode, limit, self.budget)

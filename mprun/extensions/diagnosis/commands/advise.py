@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from mprun.cli.arguments import Arguments, number
 from mprun.config.compose import compose_config, config_from_record, only_in_script
 from mprun.config.keys import PLACES, current
+from mprun.config.option_files import modes
 from mprun.config.overrides import without
 from mprun.config.schema import MAX_STEPS
 from mprun.config.trust import NOTHING, Vouched, check_vouched, outside, vouched
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
     from mprun.extensions.diagnosis.advice import Advice
     from mprun.extensions.diagnosis.advised_regions import Row
     from mprun.extensions.diagnosis.casts import CastAdvice
-    from mprun.extensions.diagnosis.trials import BesideFp32, Tried
+    from mprun.extensions.diagnosis.trials import BesideFp32, Mixed, Tried
 
 STEPS, PROBES, SHARE = 60, 12, 0.001
 SEEDS = (0, 1, 2)  # for --check: no verdict with fewer than 3
@@ -89,7 +90,10 @@ def main(arguments: list[str]) -> int:
         config_dir=options.config_dir,
         seconds=seconds,
         casts=casts,
+        mixed=None if options.budget is None else (_asked(options), options.budget / 100),
     )
+    if advice.mixed is not None:
+        advice = replace(advice, mixed=_as_mode(advice.mixed, options, base))
     if options.check:
         advice = replace(advice, check=_check(options, given, advice, base, directory))
     from mprun.extensions.diagnosis.advice_report import as_text
@@ -117,10 +121,16 @@ def _options(arguments: list[str]) -> Namespace:
     more = "also train 3 seeds of N steps with the advice, with scale 1, and in FP32"
     add("--check", action="store_true", help=more)
     add_seconds(parser)
+    bound = "search a mixed assignment of the mode that ends at most X %% above FP32's loss"
+    add("--budget", type=number("--budget", 0, 1000, "a percentage"), metavar="X", help=bound)
+    write = "write its mode file to DIR/precision, for --config-dir DIR"
+    add("--write", metavar="DIR", help=write)
     add("--json", action="store_true", help="everything as JSON")
     add("--config-dir", metavar="DIR", help="your options, as for a run")
     options = parser.parse(arguments)
     split_words(options, parser)
+    if options.write is not None:
+        _check_write(options)
     if options.run is None:
         return options
     if options.every is not None:
@@ -131,6 +141,17 @@ def _options(arguments: list[str]) -> Namespace:
     return options
 
 
+def _check_write(options: Namespace) -> None:
+    """Refuse, before anything is trained, what could not be written, or not be used together."""
+    asked = f"--write {options.write}"
+    if options.budget is None:
+        raise BadInput(f"{asked}: only with --budget X")
+    if options.config_dir not in (None, options.write):
+        raise BadInput(f"{asked}: must be the folder of --config-dir, {options.config_dir}")
+    if (path := _mode_path(options)).exists():
+        raise BadInput(f"{asked}: {path} is there already, and stays")
+
+
 def advise_run(
     directory: Path,
     *,
@@ -139,6 +160,7 @@ def advise_run(
     config_dir: str | None = None,
     seconds: float = SECONDS,
     casts: "CastAdvice | None" = None,
+    mixed: tuple[tuple[str, ...], float] | None = None,
 ) -> "Advice":
     """Return advice from the probes of the run in `directory`; BadInput if it has none.
 
@@ -146,6 +168,7 @@ def advise_run(
     each mode that is tried. share: accepted underflow share. given: code that may be imported and
     paths that may be used, including the run's. config_dir: the user's options, for the command
     lines to use the advice. seconds: for the trials. casts: those of a mode that was asked for.
+    mixed: a mode, or (), and the bound within which a mixed assignment of it must end.
     """
     record, plain = _recorded(directory), current(read_config(directory))
     if "script" in record:
@@ -168,6 +191,7 @@ def advise_run(
     from mprun.extensions.diagnosis.advice import advise
     from mprun.extensions.diagnosis.advised_regions import layout, seen_in_16_bits
     from mprun.extensions.diagnosis.changes_of_mode import in_turn
+    from mprun.extensions.diagnosis.mixed_assignment import assignment
     from mprun.extensions.diagnosis.trials import BesideFp32, Budget
     from mprun.training.run import prepare
 
@@ -202,23 +226,32 @@ def advise_run(
     advice = replace(advice, run=str(directory), casts=casts)
     say_seconds("advise", seconds)
     trials = BesideFp32(lambda mode: build(mode, place), Budget(seconds))
-    return _tried(advice, trials, in_turn(parts), partial(command, config_dir), own)
+    asked, bound = mixed or ((), 0.0)
+
+    def mix(within: float) -> "Mixed":
+        return assignment(advice, asked, parts, build(_FP32), trials, within)
+
+    found = None if mixed is None else mix(bound)
+    advice = replace(advice, mixed=found)
+    return _tried(advice, trials, in_turn(parts), mix, partial(command, config_dir), own)
 
 
 def _tried(
     advice: "Advice",
     trials: "BesideFp32",
     parts: Iterable[dict],
+    mix: "Callable[[float], Mixed]",
     line: Callable[[list[str]], str],
     base: list[str],
 ) -> "Advice":
     """Try the modes that follow from the advice; return it with those that hold in its commands.
 
-    parts: of the network, each in FP32. line: the command of overrides. base: those of the run.
+    parts: of the network, each in FP32. mix: searches layers to leave out, within a bound. line:
+    the command of overrides. base: those of the run.
     """
     from mprun.extensions.diagnosis.casts import cast_changes
     from mprun.extensions.diagnosis.interventions import typed_words
-    from mprun.extensions.diagnosis.trials import FP32
+    from mprun.extensions.diagnosis.trials import FP32, PART_OF_FP32
 
     tried: list[Tried] = []
     casts = advice.casts
@@ -228,6 +261,10 @@ def _tried(
         forms += [(*casts.mode, *typed_words(change)) for change in changes]
         tried += trials.until_one_holds(forms)
         held = _held(tried)
+        if not held:  # no measure of casts shows it: layers leave until the loss is right
+            found = advice.mixed or mix(PART_OF_FP32)
+            tried += [] if advice.mixed else found.tried
+            held = [*found.overrides]
         use = line([*base, *held]) if held else ""
         casts = replace(casts, overrides=held or casts.overrides, command=use)
     modes = [one.overrides for one in advice.candidates]
@@ -298,6 +335,40 @@ def _measure(options: Namespace, base: list[str]) -> tuple[Path, int, "CastAdvic
     mode = [o for o in dropped if _key(o).partition(".")[0] in ("precision", "scaler")]
     mode, matmul = without(mode, "precision.matmul.modules"), asked.precision.matmul
     return directory, code, cast_advice(losses, matmul, mode, count) if losses else None
+
+
+def _asked(options: Namespace) -> tuple[str, ...]:
+    """Return the words of the mode that was asked for."""
+    groups = ("precision", "scaler")
+    return tuple(own for own in options.overrides if _key(own).partition(".")[0] in groups)
+
+
+def _mode_path(options: Namespace) -> Path:
+    """Return the path of the file of a mixed mode, below --write."""
+    names = [o.partition("=")[2] for o in options.overrides if _key(o) == "precision"]
+    return Path(options.write or ".") / "precision" / f"{'_'.join([*names, 'mixed'])}.yaml"
+
+
+def _as_mode(mixed: "Mixed", options: Namespace, base: list[str]) -> "Mixed":
+    """Return the assignment with its mode file, written if that was asked for, and the command."""
+    from mprun.extensions.diagnosis.mixed_assignment import mode_file
+
+    if mixed.out is None:
+        return mixed
+    composed = compose_config(mixed.overrides, options.config_dir, files=False).config
+    path, precision = _mode_path(options), composed.precision
+    scaler = modes(options.config_dir)[precision.name].scaler
+    left = f"without {', '.join(mixed.out)}" if mixed.out else "as a whole"
+    about = f"{precision.name} {left}: {100 * mixed.gap:+.2f} % from FP32's loss when it was tried"
+    text = mode_file(precision, path.stem, scaler, about)
+    use = command(options.config_dir, [*base, *mixed.overrides])
+    if options.write is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("x", encoding="utf-8") as file:
+            file.write(text)
+        own = [word for word in mixed.overrides if _key(word).partition(".")[0] == "scaler"]
+        use = command(options.write, [*base, f"precision={path.stem}", *own])
+    return replace(mixed, name=path.stem, file=text, command=use)
 
 
 def _check(

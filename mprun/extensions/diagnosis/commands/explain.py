@@ -373,7 +373,7 @@ def as_text(explanation: Explanation) -> list[str]:
     if tried:
         since = "from the start of the run up to" if explanation.from_start else "on"
         verdicts = {True: "cures", False: "does not cure", None: "-"}
-        rows = [(o.change, f"{verdicts[o.cures]:<13}", _steps(o), o.result) for o in tried]
+        rows = [(o.change, f"{verdicts[o.cures]:<13}", o.taken, o.result) for o in tried]
         rules = [
             f"{since} that step and five more; cures: finite, at most {WORSE:g} times FP32's loss",
             f"the smallest that cures up to {LONG} more: at most {percent(PART_OF_FP32)} above "
@@ -396,10 +396,6 @@ def as_text(explanation: Explanation) -> list[str]:
         for title, lines in parts.items()
         for row, line in enumerate(lines)
     ]
-
-
-def _steps(tried: "Tried") -> str:
-    return f"{tried.steps} steps" if tried.steps else ""
 
 
 def _ramp(ramp: list["Largest"]) -> list[str]:

@@ -1,0 +1,100 @@
+"""`mprun advise --budget`: the set that is found meets its bound, costs little, and is a mode."""
+
+import pytest
+import yaml
+
+from mprun.cli import main
+from mprun.extensions.diagnosis.mixed_assignment import Part, products_of, search
+from mprun.extensions.diagnosis.trials import Budget, Course, Tried
+
+from ...helpers import TINY_GPT, refused
+from ...numerics.small_runs import as_json
+
+PLANTED = "benchmarks.planted_causes.networks"
+OFFSET = ["model=custom", f"model.factory={PLANTED}:network", f"data.factory={PLANTED}:digits"]
+OFFSET += ["model.options.host=perceptron", "model.options.part=offset", "model.options.at=shift"]
+OFFSET += ["model.options.by=20000", "optim=adam", "optim.lr=0.003", "train.steps=60"]
+OFFSET += ["data.batch_size=16", "train.eval_every=0", "device=cpu", "threads=1"]
+
+
+class Trials:
+    """Whose losses add up: what a part costs while it is in the mode."""
+
+    def __init__(self, costs, budget=None):
+        self.costs, self.budget, self.fp32 = costs, budget or Budget(), Course([1.0])
+
+    def result(self, mode, limit):
+        loss = 1 + sum(cost for name, cost in self.costs.items() if name not in mode)
+        return Tried(mode, loss <= limit, "", loss, 1)
+
+
+def found(costs, products, bound):
+    parts = [Part((name,), 0.0, share) for name, share in products.items()]
+    names = lambda out: tuple(part.patterns[0] for part in out)  # noqa: E731
+    return search(Trials(costs), parts, names, bound)
+
+
+def test_the_search_by_hand():
+    """The order is wrong: `dear` loses nothing and comes first, so it returns to the mode."""
+    products = {"dear": 0.6, "first": 0.1, "second": 0.2, "third": 0.1}
+    costs = {"dear": 0.0, "first": 0.5, "second": 0.3, "third": 0.01}
+    mixed = found(costs, products, 0.02)
+    assert mixed.out == ["first", "second"]
+    assert mixed.gap == pytest.approx(0.01) and mixed.products == pytest.approx(0.3)
+    assert found(costs, products, 1.0).out == []  # the mode as it is
+    none = found(costs | {"nobody": 0.5}, products, 0.02)
+    assert none.out is None and not any(one.cures for one in none.tried)
+
+
+def test_products_by_hand(build_run):
+    built = build_run("model=custom", *OFFSET[1:], "precision=fp32")
+    shares = products_of(built)
+    layers = {n: m for n, m in built.task.learner.model.named_modules() if n in shares}
+    sizes = {name: layer.weight.numel() for name, layer in layers.items()}
+    assert shares == pytest.approx({n: size / sum(sizes.values()) for n, size in sizes.items()})
+
+
+def test_the_part_that_bf16_swamps_leaves_and_the_file_is_a_mode(tmp_path, capsys):
+    """20000 is added and subtracted in `shift`, which has no product: it costs none to leave."""
+    mine, path = tmp_path / "mine", tmp_path / "run"
+    line = [*OFFSET, "precision=bf16_master", f"output_dir='{path}'", "--budget", "10"]
+    line += ["--seconds", "600", "--write", str(mine)]
+    mixed = as_json(capsys, "advise", *line)["mixed"]
+    assert mixed["out"] == ["shift"] and mixed["products"] == 0 and mixed["gap"] <= 0.1
+    assert mixed["tried"][0]["cures"] is False  # the mode as it is
+    content = yaml.safe_load((mine / "precision" / "bf16_master_mixed.yaml").read_text())
+    assert content["overrides"] == {"shift": "fp32"} and content["name"] == "bf16_master_mixed"
+    again = [*OFFSET, "precision=bf16_master_mixed", f"output_dir='{tmp_path / 'mixed'}'"]
+    assert main(["--config-dir", str(mine), *again]) == 0
+    assert f"--config-dir {mine}" in mixed["command"]
+    # Nothing is overwritten, and that is said before anything is trained.
+    says = "bf16_master_mixed.yaml is there already, and stays"
+    other = tmp_path / "other"
+    refused(capsys, "advise", *line[:-6], f"output_dir='{other}'", *line[-6:], says=says)
+    assert not other.exists()
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        (["--write", "x"], "--write x: only with --budget X"),
+        (["--budget", "-1"], "--budget -1: must be a percentage from 0 to 1000"),
+        (["--budget", "1", "--write", "x", "--config-dir", "."], "must be the folder of"),
+    ],
+)
+def test_what_does_not_fit_together_is_refused(capsys, more, says):
+    refused(capsys, "advise", *TINY_GPT, *more, says=says)
+
+
+@pytest.mark.slow
+def test_a_layer_that_no_measure_of_casts_shows_is_found(tmp_path, capsys):
+    """One number of an input in 16 is 10^7: FP8 with one scale of a tensor sinks all others."""
+    line = ["model=custom", f"model.factory={PLANTED}:network", f"data.factory={PLANTED}:digits"]
+    line += ["model.options.host=perceptron", "model.options.bounded=true", "optim=adam"]
+    line += ["data.options.outlier=1e7", "optim.lr=0.003", "train.steps=60", "data.batch_size=16"]
+    line += ["train.eval_every=0", "device=cpu", "threads=1", f"output_dir='{tmp_path / 'run'}'"]
+    content = as_json(capsys, "advise", *line, "precision=fp8_tensorwise", "--seconds", "600")
+    assert content["casts"]["excluded"] == []
+    assert content["casts"]["command"].endswith("""'precision.matmul.modules=["*","!first"]'""")
+    modes = {" ".join(one["overrides"]): one["cures"] for one in content["tried"]}
+    assert modes["precision=fp8_tensorwise"] is False
