@@ -1,10 +1,13 @@
 """`mprun advise --budget`: the set that is found meets its bound, costs little, and is a mode."""
 
+from dataclasses import replace
+
 import pytest
 import yaml
 
 from mprun.cli import main
-from mprun.extensions.diagnosis.mixed_assignment import Part, products_of, search
+from mprun.config.compose import compose_config
+from mprun.extensions.diagnosis.mixed_assignment import Part, mode_file, products_of, search
 from mprun.extensions.diagnosis.trials import Budget, Course, Tried
 
 from ...helpers import TINY_GPT, refused
@@ -98,3 +101,20 @@ def test_a_layer_that_no_measure_of_casts_shows_is_found(tmp_path, capsys):
     assert content["casts"]["command"].endswith("""'precision.matmul.modules=["*","!first"]'""")
     modes = {" ".join(one["overrides"]): one["cures"] for one in content["tried"]}
     assert modes["precision=fp8_tensorwise"] is False
+
+
+@pytest.mark.parametrize(
+    ("mode", "scaler"),
+    [
+        (["precision=fp16_master_scaled", "precision.overrides.a.*.forward=fp32"], "dynamic"),
+        (["precision=nvfp4", 'precision.matmul.modules=["*","!last 15%"]'], "none"),
+        (["precision=fp8_delayed", "precision.update.state_dtype=bf16"], "none"),
+        (["precision=amp"], "dynamic"),
+    ],
+)
+def test_a_mode_file_composes_to_the_mode(tmp_path, mode, scaler):
+    wanted = compose_config(mode).config.precision
+    (tmp_path / "precision").mkdir()
+    (tmp_path / "precision/mine.yaml").write_text(mode_file(wanted, "mine", scaler, "about"))
+    found = compose_config(["precision=mine"], str(tmp_path)).config
+    assert found.precision == replace(wanted, name="mine") and found.scaler.kind == scaler
