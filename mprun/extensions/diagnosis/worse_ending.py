@@ -40,7 +40,8 @@ from mprun.precision.scaled_products import PRODUCTS
 MEASURED = 12  # steps whose casts are measured, all over the run
 EARLY = 24  # each other one up to here too: gradients of logits lose most at the start
 SMALLEST_GAP = 0.0025  # of the loss of FP32; a smaller one is not explained
-# Of the loss of FP32; a further change is not tried where one leaves no more.
+# Of FP32's loss; a change that leaves no more is the last that is tried. In 16 bits no gap up to
+# here is explained, or of what FP32 learnt if that is more.
 CLOSED = 0.01
 PART = 0.5  # of the gap; a change that takes it away helps
 STEPS = 400
@@ -54,7 +55,7 @@ class Ending:
 
     first_difference: the first step whose loss is not the recorded one. loss, fp32: mean over the
     last quarter of the steps. casts: see `sentences`, or that none was measured; empty for a mode
-    without casts.
+    without casts. smallest: a gap up to here is not explained.
     """
 
     steps: int
@@ -64,6 +65,7 @@ class Ending:
     fp32: float
     casts: list[list[str]]
     tried: list[Tried] = field(default_factory=list)
+    smallest: float = SMALLEST_GAP
 
     @property
     def gap(self) -> float:
@@ -81,7 +83,7 @@ class Ending:
         replay = f"steps 1 to {self.steps} of {self.of_steps}: losses {same}"
         result = f"loss {self.loss:.4g} over the last quarter of steps 1 to {self.steps}, "
         result += f"{self.fp32:.4g} in FP32: {100 * self.gap:+.2f} %"
-        if self.gap <= SMALLEST_GAP:
+        if self.gap <= self.smallest:
             result += ", nothing to explain; more seeds: mprun compare"
         return replay, result
 
@@ -115,17 +117,28 @@ def find_ending(
         own = train(Steps(built, 0, 0), whole, first).losses
     recorded, whole = {row["step"]: row["loss"] for row in rows}, len(own)
     other = (n for n, x in enumerate(own, 1) if n in recorded and not same_loss(x, recorded[n]))
-    fp32 = train(Steps(build(config | groups_of(*FP32)), 0, 0), whole).ending
+    reference = train(Steps(build(config | groups_of(*FP32)), 0, 0), whole)
     losses = meter.read()
     casts = sentences(losses, mode.matmul) if losses else [["not measured"]] * bool(meter.layers)
-    found = Ending(whole, built.steps, next(other, None), ending(own), fp32, casts)
-    if options is not None and not found.gap <= SMALLEST_GAP:
+    smallest = SMALLEST_GAP if meter.layers else CLOSED * _learnt(reference.losses)
+    start = (whole, built.steps, next(other, None), ending(own), reference.ending, casts)
+    found = Ending(*start, smallest=smallest)
+    if options is not None and not found.gap <= found.smallest:
         trials = _Trials(build, config, options, found, budget)
         if meter.layers:
             trials.of_casts(mode, losses, [*dict.fromkeys(name for name, _ in meter.layers)])
         if not any(one.cures for one in found.tried):
             trials.until_closed(changes)
     return found
+
+
+def _learnt(losses: list[float]) -> float:
+    """Return what was learnt as a part of the loss in the end, at least 1.
+
+    A loss that falls fast differs by much where a single update was skipped.
+    """
+    last = ending(losses)
+    return max(1.0, (losses[0] - last) / abs(last)) if last else 1.0
 
 
 class _Trials:
@@ -148,9 +161,10 @@ class _Trials:
 
     def until_closed(self, changes: Iterable[dict[str, Any]]) -> None:
         """Try changes in order, until one leaves nothing worth a further one."""
+        enough = max(CLOSED, self.run.smallest)
         for change, changed in applied(self.config, changes, self.options).items():
             self.run.tried.append(own := self._result(change, changed))
-            if own.cures and own.loss is not None and gap(own.loss, self.run.fp32) <= CLOSED:
+            if own.cures and own.loss is not None and gap(own.loss, self.run.fp32) <= enough:
                 break
 
     def _result(self, change: tuple[str, ...], config: dict) -> Tried:

@@ -560,6 +560,15 @@ def test_a_run_that_ended_worse_in_16_bits_is_explained(tmp_path, planted, cure,
     assert all(one.steps == 60 for one in found.tried)
 
 
+def test_one_skipped_update_of_a_loss_that_falls_is_nothing_to_explain(tmp_path):
+    """The dynamic scale starts one power too high: the run is one update behind FP32."""
+    directory, code = run(tmp_path, *DIGITS, "precision=fp16_master_scaled", steps=100)
+    assert code == 0
+    found = explain(directory, given=vouched(DIGITS[1:3]))
+    assert "1 skipped updates" in found.classification[1]
+    assert "nothing to explain" in found.classification[0] and found.command is None
+
+
 # The run without a kept state, and the verb
 
 
