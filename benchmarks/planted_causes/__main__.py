@@ -296,7 +296,7 @@ def _ended(checked: Outcome) -> str:
     broken = sum(one["status"] != "done" for one in ends)
     losses = [one["loss"] for one in ends if one["status"] == "done"]
     text = [f"{broken} diverge"] * bool(broken)
-    text += [f"loss {statistics.fmean(losses):.3g}"] * bool(losses)
+    text += [f"loss {statistics.fmean(losses):.3g}"] if losses else []
     return f"{', '.join(text)}; FP32 {checked['mean']:.3g}"
 
 
@@ -310,7 +310,7 @@ def _answer(one: Outcome, verb: str) -> list[str]:
     return [words, f"`{' '.join(answer['cure'])}` {'holds' if answer['holds'] else '**fails**'}"]
 
 
-_HEAD = """# Planted causes of failure, before the verbs try what they print, {day}, CPU
+_HEAD = """# Planted causes of failure: what explain and advise say of them, {day}, CPU
 
 {cpu}, {cpu_count} cores, torch {torch}, Python {python}, commit {commit}; one seed of each verb and
 command, five of what is real:
@@ -318,8 +318,8 @@ command, five of what is real:
     python -m benchmarks.planted_causes FOLDER --out PAGE
 
 {causes} causes in {networks} networks, of which FP32 learns each and the named mode fails in five
-seeds of five, and {healthy} healthy networks; the list was written before the code that is to cure
-what fails here. Seconds are beside other work on the machine, and without the import of torch."""
+seeds of five, and {healthy} healthy networks; the list was written before the code that tries what
+the verbs print. Seconds are beside other work on the machine, and without the import of torch."""
 _EACH = """Named: the right module and operation with a word of the kind (`explain`), the right
 module with a word of the kind (`advise`). A command holds if it ends within FP32's bound: its mean
 of five seeds and the larger of 5 % and three standard deviations, at most a quarter of the updates
