@@ -25,6 +25,7 @@ from mprun.extensions.diagnosis.interventions import (
     without_casts,
 )
 from mprun.extensions.diagnosis.trials import (
+    FEW,
     FP32,
     PART_OF_FP32,
     Budget,
@@ -84,7 +85,9 @@ class Ending:
         result = f"loss {self.loss:.4g} over the last quarter of steps 1 to {self.steps}, "
         result += f"{self.fp32:.4g} in FP32: {100 * self.gap:+.2f} %"
         if self.gap <= self.smallest:
-            result += ", nothing to explain; more seeds: mprun compare"
+            few = self.steps < min(FEW, self.of_steps)
+            told = "too few steps to tell (--seconds S, --steps N)"
+            result += f", {told if few else 'nothing to explain; more seeds: mprun compare'}"
         return replay, result
 
 

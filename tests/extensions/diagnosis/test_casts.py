@@ -504,6 +504,14 @@ def test_a_gap_that_no_change_takes_away_is_not_found(monkeypatch):
     assert not [one for one in found.tried if one.cures]
 
 
+@pytest.mark.parametrize(
+    ("steps", "said"), [(1, "too few steps to tell"), (20, "nothing to explain")]
+)
+def test_an_equal_loss_of_few_steps_says_nothing(steps, said):
+    ending = worse_ending.Ending(steps, 25, None, 1.0, 1.0, [])
+    assert said in ending.in_words()[1]
+
+
 def test_a_budget_of_seconds_is_kept(monkeypatch):
     """Of 45 s the run's own steps and FP32's take 20; two changes more, and half of a third."""
     runs, losses = Runs(monkeypatch, "", lambda *_: next(losses)), iter([1.1, 1.0, *[1.09] * 3])
