@@ -1,4 +1,4 @@
-"""What one operand's cast loses: of its numbers, and of the rows of the product.
+"""Measure what one operand's cast loses: of its numbers, and of the rows of the product.
 
 Of an operand x, cast and decoded q:
 

@@ -1,4 +1,4 @@
-"""What the casts of linear layers' operands lose in real steps, whom they suit, what may help.
+"""Measure what casts of linear layers lose in real steps, whom they suit, what may help.
 
 `CastMeter` casts the operands of each product along its sum, as a layer in the asked formats would
 (`mprun.precision.scaled_products`), and multiplies them. No step computes with these casts.
@@ -146,7 +146,7 @@ class CastMeter:
 
 
 class Verdict(NamedTuple):
-    """What is said of a layer, by everyone: of which operand's cast a product is furthest off."""
+    """The one verdict on a layer: of which operand's cast a product is furthest off."""
 
     name: str
     place: Place

@@ -1,4 +1,4 @@
-"""What a 16-bit mode may lose in a run that ended worse than FP32, and changes that may help.
+"""Find what a 16-bit mode may lose in a run that ended worse than FP32, and what may help.
 
 A few FP32 steps show which numbers FP16 cannot hold. What a sum loses beside a larger number has no
 such sign: there each part of the network takes its turn in FP32.

@@ -81,7 +81,7 @@ def _restored(verb: str, optimizer: Optimizers) -> Iterator[ScriptTask]:
 
 @dataclass(frozen=True, slots=True)
 class ScriptAdvice:
-    """What the steps of a script need; `str` gives it as text.
+    """The needs of a script's steps; `str` gives them as text.
 
     precision, scaler, overrides: for `mprun.prepare`; scale: of a static loss scale, None without
     one. found: everything that was measured.
