@@ -26,7 +26,16 @@ from torch import Tensor
 from mprun import errors
 from mprun.distributed.rank_info import RankInfo
 from mprun.distributed.ranks import Ranks
-from mprun.distributed.store import LOST, START_S, fail, failure_of, late_ranks, named, store_of
+from mprun.distributed.store import (
+    LOST,
+    START_S,
+    fail,
+    failure_of,
+    late_ranks,
+    leave,
+    named,
+    store_of,
+)
 from mprun.distributed.watch import AFTER_GLOO_S, AFTER_WATCH_S, Watch, kill_stopped, no_answer
 from mprun.errors import BadInput, MprunError, RankFailed, Resource, shortened
 from mprun.record.memory import ran_out
@@ -258,11 +267,7 @@ class RankGroup(Ranks):
         bound.start()
         dist.destroy_process_group()
         self.watch.stop()
-        with suppress(RuntimeError):
-            left = self.store.add("left", 1)
-            while self.serves and left < self.world and bound.is_alive():
-                time.sleep(0.02)
-                left = self.store.add("left", 0)
+        leave(self.store, self.serves, self.world, _TO_LEAVE_S)
         bound.cancel()
 
 

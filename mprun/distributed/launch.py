@@ -23,7 +23,7 @@ from torch.distributed.elastic.multiprocessing.api import PContext
 from mprun import errors
 from mprun.data.loader import available_cores
 from mprun.distributed.rank_info import RankInfo
-from mprun.distributed.store import LOST, directory_in, failure_of, named, store_of
+from mprun.distributed.store import LOST, directory_in, failure_of, leave, named, store_of
 from mprun.errors import MprunError
 from mprun.record.run_directory import locked
 from mprun.record.run_record import read_record
@@ -127,6 +127,8 @@ def _once(
         if cause is not None:
             _print_unheard(Path(folder))
     directory = directory_in(store)
+    # The other machines read it, too, and their ranks may have GRACE_S to end.
+    leave(store, hosts, rank_info.nodes, 0.0 if asked.number else GRACE_S + 5)
     if cause is not None:
         print(f"mprun: {cause}", file=sys.stderr)
         if directory is not None and hosts:

@@ -80,9 +80,22 @@ def _told_port(rank_info: RankInfo) -> int:
 
 
 def directory_in(store: dist.Store) -> str | None:
-    """Return the run's directory if its rank 0 has told it."""
+    """Return the run's directory; None: rank 0 has not told it, or who serves the store is gone."""
     key = "mprun/directory"
-    return store.get(key).decode() if store.check([key]) else None
+    try:
+        return store.get(key).decode() if store.check([key]) else None
+    except RuntimeError:
+        return None
+
+
+def leave(store: dist.Store, serves: bool, world: int, wait_s: float) -> None:
+    """Count this process out; who serves the store waits for the others, at most `wait_s`."""
+    until = time.monotonic() + wait_s
+    with suppress(RuntimeError):
+        left = store.add("left", 1)
+        while serves and left < world and time.monotonic() < until:
+            time.sleep(0.02)
+            left = store.add("left", 0)
 
 
 # Why a rank failed.

@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import subprocess
+import threading
 import time
 from dataclasses import replace
 from types import SimpleNamespace
@@ -244,6 +245,28 @@ def test_srun_on_a_taken_port(devices, tmp_path):
             assert process.returncode == 0, stderr
             assert ".cpp" not in stderr
     assert record_of(tmp_path / "run")["ranks"]["world"] == 2 * devices
+
+
+def test_the_machine_that_serves_the_store_ends_last():
+    """The launchers of the others still read the run's directory there."""
+    served = RankInfo(0, 0, 0, 2, 1, "127.0.0.1", free_port(), served=False)
+    own = store.store_of(served, host=True)
+    other = store.store_of(replace(served, node=1), host=False)
+    own.set("mprun/directory", "outputs/run")
+    read = []
+
+    def reads_late():
+        time.sleep(0.3)
+        read.append(store.directory_in(other))
+        store.leave(other, False, 2, 0.0)
+
+    thread = threading.Thread(target=reads_late)
+    thread.start()
+    store.leave(own, True, 2, 30.0)
+    assert read == ["outputs/run"]
+    thread.join()
+    del own  # who serves it may be killed instead
+    assert store.directory_in(other) is None
 
 
 def test_ranks_pass_by_the_servers_of_others(monkeypatch):
