@@ -251,7 +251,7 @@ def page(folder: Path) -> tuple[str, Outcome]:
 
 def alarm(answer: Outcome) -> list[str]:
     """Return what a verb has against a network that trains."""
-    signs = ("culprit", "keep_fp32", "casts", "operations")
+    signs = ("culprit", "keep_fp32", "casts", "operations", "far")
     return [entry for entry in answer["said"] if entry.startswith(signs)]
 
 

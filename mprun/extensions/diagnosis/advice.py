@@ -23,6 +23,7 @@ from mprun.extensions.diagnosis.advised_regions import (
     values_of,
 )
 from mprun.extensions.diagnosis.casts import CastAdvice
+from mprun.extensions.diagnosis.far_results import Far
 from mprun.extensions.diagnosis.trials import Mixed, Tried
 from mprun.numerics.exponent_shares import (
     FORMATS,
@@ -155,7 +156,8 @@ class Advice:
     unscaled: the same mode with scale 1 and nothing kept in FP32. casts: None if no mode with
     products was asked about. tried: candidates as they were trained, beside FP32's loss; the last
     one holds if `command` is not empty. mixed: None unless asked for. underflow: of a module's
-    output gradients at scale 1, the part of the nonzero ones.
+    output gradients at scale 1, the part of the nonzero ones. far: mode -> the first results of
+    its first step that are far from FP32's.
     """
 
     evidence: Evidence
@@ -176,6 +178,7 @@ class Advice:
     tried: list[Tried] = field(default_factory=list)
     mixed: Mixed | None = None
     underflow: dict[str, float] = field(default_factory=dict)
+    far: dict[str, Far] = field(default_factory=dict)
 
     def as_dict(self) -> dict:
         content = asdict(replace(self, casts=None))

@@ -225,6 +225,7 @@ def _fp32(advice: Advice) -> list[str]:
         lines[0] += ": norm layers, loss and softmax, as the modes do"
         if (largest := advice.largest_activation) is not None:
             lines.append(f"  largest activation {largest[1]:.3g} in {largest[0]}")
+    lines += [f"  first step with {mode}: {far.in_words()}" for mode, far in advice.far.items()]
     return lines + [f"  {note}" for note in advice.notes]
 
 

@@ -233,7 +233,7 @@ def _reason_of(operation: str, own: OperationStats) -> str | None:
         return f"results of {operation} {reason}"
     if own.divisor is not None and own.divisor <= 2.0**FP16_LOST:
         what = "takes the logarithm of" if operation.startswith("log") else "divides by"
-        return f"{operation} {what} {own.divisor:.4g}, which is 0 in FP16"
+        return f"{operation} {what} {own.divisor:.4g}, which rounds to 0 in FP16"
     if own.overflows:
         return f"{operation} made infinities of finite numbers"
     if (lost := own.lost()) > LOST_OF_SUM:

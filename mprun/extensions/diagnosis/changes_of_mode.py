@@ -6,12 +6,15 @@ such sign: there each part of the network takes its turn in FP32.
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 from mprun.assembly import Built
 from mprun.config.schema import RunConfig
+from mprun.errors import MprunError
 from mprun.extensions.diagnosis.advice import Advice, LossScaling, advise
 from mprun.extensions.diagnosis.advised_regions import Layout, Row, layout, seen_in_16_bits
+from mprun.extensions.diagnosis.far_results import Far, first_far, results
 from mprun.extensions.diagnosis.first_nonfinite import Finding
 from mprun.extensions.diagnosis.interventions import Build, Options, groups_of, proposed
 from mprun.extensions.diagnosis.trials import FP32
@@ -19,10 +22,13 @@ from mprun.numerics.probe import chosen_modules
 from mprun.numerics.probe_record import ProbeRecord
 from mprun.numerics.probing import Watched
 from mprun.numerics.replay import Steps
+from mprun.numerics.trace import Phase
 from mprun.precision.module_dtypes import own_forward
 
 MEASURED = 4  # FP32 steps
 PARTS = 8  # at most so many take their turn in FP32
+SKIPS = 0.25  # of the updates; fewer are skipped while a loss scale finds its level
+OFTEN = 8  # growths in a run, at least
 SHARE = 0.001  # accepted underflow share of gradients
 Change = dict[str, Any]
 
@@ -30,21 +36,36 @@ Change = dict[str, Any]
 class ChangesOfMode:
     """The changes to try on a run, smallest first; FP32 steps are taken when they are asked for.
 
-    config, checked: the run's configuration, as plain values and typed. reasons: sentences on what
-    FP16 cannot hold, once they are known.
+    config, checked: the run's configuration, as plain values and typed. ended, skipped: its steps,
+    and those without an update. reasons: sentences on what FP16 cannot hold, once they are known.
+    far: what is far from FP32's in its first step, likewise.
     """
 
-    def __init__(self, build: Build, config: dict, checked: RunConfig, options: Options):
+    def __init__(
+        self,
+        build: Build,
+        config: dict,
+        checked: RunConfig,
+        options: Options,
+        ended: int = 0,
+        skipped: int = 0,
+    ):
         self.build, self.config, self.checked, self.options = build, config, checked, options
         self.reasons: list[str] = []
+        self.far: Far | None = None
+        self.ended, self.skips_many = ended, skipped > SKIPS * ended
 
     def __iter__(self) -> Iterator[Change]:
         precision = self.config["precision"]
         half = precision["autocast_dtype"] or precision["param_dtype"]
         if half == "fp32":  # of products in fewer bits alone
             return
+        self.far = far_from_fp32(self.build, self.config)
+        if self.far is not None and self.far.phase == Phase.FORWARD:
+            yield overrides([self.far.module or own_forward("")])
         built = self.build(self.config | groups_of(*FP32))
         parts = layout(built.task)
+        yield from self._of_growth(self.config["scaler"])
         if half == "fp16":
             yield from self._of_range(self._measured(built, parts))
         of = Finding("not found", "ending", 1, False)
@@ -58,6 +79,15 @@ class ChangesOfMode:
         # Autocast leaves inputs, and what is no product, in FP32.
         yield {"precision": "amp" if half == "fp16" else "amp_bf16"}
         yield from whole
+
+    def _of_growth(self, scaler: dict) -> Iterator[Change]:
+        """Yield the usual growth of a loss scale that grew often, and skipped many updates."""
+        is_dynamic, every = scaler["kind"] == "dynamic", scaler["growth_interval"]
+        if is_dynamic and self.skips_many and OFTEN * every <= self.ended:
+            after = f"after {every} step{'s' * (every > 1)} without a skip"
+            grows = f"{scaler['growth_factor']:g}-fold {after}"
+            self.reasons.append(f"loss scale: it grows {grows}, and each growth may skip updates")
+            yield {"scaler": "dynamic"}
 
     def _measured(self, built: Built, parts: Layout) -> Advice:
         steps = Steps(built, 0, 0)
@@ -94,6 +124,13 @@ class ChangesOfMode:
             most = max(one.lost for one in scaling.kinds if not math.isnan(one.lost))
             self.reasons.append(f"gradients: {100 * most:.3g} % underflow at scale 1")
             yield {"scaler": "static", "scaler.scale": scale}
+
+
+def far_from_fp32(build: Build, config: dict) -> Far | None:
+    """Return the first results of a run's first step that are far from FP32's; None: none are."""
+    with suppress(MprunError, RuntimeError, ValueError):  # FP32 may not fit
+        return first_far(results(build(config)), results(build(config | groups_of(*FP32))))
+    return None
 
 
 def overrides(patterns: Iterable[str]) -> Change:

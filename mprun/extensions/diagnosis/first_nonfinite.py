@@ -94,7 +94,9 @@ def find_culprit(steps: Steps, kind: str) -> Finding:
         return finding
     if batch:
         finding.verdict, finding.details = "data", batch
-    elif not _blame(finding, seen, _sources(seen, steps, row)) and before:
+    elif _blame(finding, seen, _sources(seen, steps, row)) and finding.event is not None:
+        finding.event.loss_scale = row.loss_scale
+    elif before:
         # An optimizer state ("exp_avg of ...") alone may be infinite for long without harm.
         state = [name for name in before if " of " in name]
         held = {name: text for name, text in before.items() if name not in state}
@@ -265,9 +267,11 @@ def reason_of(event: Event) -> str:
         return f"overflow: {given}, {power(event.largest_input)}, {fits} {dtype}, which {end}"
     wide = math.inf if event.would_be is None else event.would_be
     of_fp16 = " (65504)" if event.dtype is torch.float16 else ""
+    is_scaled = event.phase in (Phase.BACKWARD, Phase.UNSCALE) and event.loss_scale > 1
+    scaled = f" at loss scale {power(event.loss_scale)}" * is_scaled
     if limit < wide < math.inf:
-        return f"overflow: {power(wide)} in FP32, and {dtype} {end}{of_fp16}"
+        return f"overflow: {power(wide)} in FP32{scaled}, and {dtype} {end}{of_fp16}"
     if event.result == "infinity":
-        return f"overflow: {dtype} {end}{of_fp16}"
+        return f"overflow{scaled}: {dtype} {end}{of_fp16}"
     finite = "; the same in FP32 is finite" if math.isfinite(wide) else ""
     return f"NaN from finite values in {dtype}{finite}"

@@ -60,7 +60,7 @@ class Event:
     on the same inputs in FP32, if it can be run. at_zero: the operation divides by, or takes the
     logarithm of, a tensor that holds a zero. is_set: the code itself sets this infinity, as a mask
     does; no operation overflowed. of_set: NaN from such infinities alone. empty: rows of softmax's
-    input in which a mask left nothing.
+    input in which a mask left nothing. loss_scale: of the step.
     """
 
     order: int
@@ -79,6 +79,7 @@ class Event:
     is_set: bool = False
     of_set: bool = False
     empty: int = 0
+    loss_scale: float = 1.0
 
 
 class Largest(NamedTuple):

@@ -439,8 +439,8 @@ def advice_between(record, narrow=None):
     [
         (("bmm", 17, None), "results of bmm reach 1.311e+05, beyond FP16's 65504"),
         (("mul", 14, None), "results of mul reach 1.638e+04, within 4 times of FP16's 65504"),
-        (("log", 4, 2.0**-25), "log takes the logarithm of 2.98e-08, which is 0 in FP16"),
-        (("div", 4, 2.0**-30), "div divides by 9.313e-10, which is 0 in FP16"),
+        (("log", 4, 2.0**-25), "log takes the logarithm of 2.98e-08, which rounds to 0 in FP16"),
+        (("div", 4, 2.0**-30), "div divides by 9.313e-10, which rounds to 0 in FP16"),
         (("mul", -26, None), "FP16 loses 100 % of the sum of mul's results"),
     ],
 )

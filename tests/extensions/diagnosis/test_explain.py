@@ -531,28 +531,39 @@ DIGITS += ["optim=adam", "optim.lr=0.003", "train.eval_every=0"]
 
 
 @pytest.mark.parametrize(
-    ("planted", "cure", "no_cure"),
+    ("planted", "why", "cure", "no_cure"),
     [
         # 20000 is added and subtracted: BF16 keeps 8 bits of the sum.
         (
             "precision=bf16_master model.options.part=offset model.options.at=shift "
             "model.options.by=20000",
+            "shift: sub cancels numbers up to 2e+04, which add made",
             "precision.overrides.shift=fp32",
             "precision.overrides.head=fp32",
         ),
         # A scale of 2^-30 sinks every gradient below FP16's 2^-25.
         (
             f"precision=fp16_master_scaled scaler=static scaler.scale={2.0**-30}",
+            None,
+            "scaler=dynamic",
+            "precision.overrides.head=fp32",
+        ),
+        # Each update makes the scale 1024 times as large, and the next ones are skipped.
+        (
+            "precision=amp scaler=dynamic scaler.growth_interval=1 scaler.growth_factor=1024",
+            "loss scale: it grows 1024-fold after 1 step without a skip",
             "scaler=dynamic",
             "precision.overrides.head=fp32",
         ),
     ],
 )
-def test_a_run_that_ended_worse_in_16_bits_is_explained(tmp_path, planted, cure, no_cure):
+def test_a_run_that_ended_worse_in_16_bits_is_explained(tmp_path, planted, why, cure, no_cure):
     directory, code = run(tmp_path, *DIGITS, *planted.split(), steps=60)
     assert code == 0
     found = explain(directory, given=vouched(DIGITS[1:3]), seconds=600)
     assert found.verdict == "mode" and found.replay.endswith("losses bit-equal to the run's")
+    told = [*found.reasons, found.far.in_words() if found.far else ""]
+    assert why is None or any(one.startswith(why) for one in told)
     cures = {" ".join(one.overrides): one.cures for one in found.tried}
     assert cures[cure] and cures.get(no_cure, False) is False
     assert " ".join(found.smallest.overrides) in found.command

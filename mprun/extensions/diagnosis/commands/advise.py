@@ -58,9 +58,7 @@ should stay in FP32. The command line to use it all is printed once it has train
 steps beside FP32; what fails there is replaced by the next mode. Beside precision=fp8_tensorwise, nvfp4 or
 another mode of products it also measures, per layer, what that mode's casts lose.
 """  # noqa: E501 - the help page breaks lines
-_MORE = (
-    "Exit codes: 0 done, 2 bad input, 3 FP32 itself diverged, 4 damaged record, 130 interrupted."
-)
+_MORE = "Exit codes: 0 done, 2 bad input, 3 FP32 diverged, 4 damaged record, 130 interrupted."
 
 
 def main(arguments: list[str]) -> int:
@@ -90,7 +88,8 @@ def main(arguments: list[str]) -> int:
         config_dir=options.config_dir,
         seconds=seconds,
         casts=casts,
-        mixed=None if options.budget is None else (_asked(options), options.budget / 100),
+        asked=_asked(options),
+        bound=None if options.budget is None else options.budget / 100,
     )
     if advice.mixed is not None:
         advice = replace(advice, mixed=_as_mode(advice.mixed, options, base))
@@ -160,7 +159,8 @@ def advise_run(
     config_dir: str | None = None,
     seconds: float = SECONDS,
     casts: "CastAdvice | None" = None,
-    mixed: tuple[tuple[str, ...], float] | None = None,
+    asked: tuple[str, ...] = (),
+    bound: float | None = None,
 ) -> "Advice":
     """Return advice from the probes of the run in `directory`; BadInput if it has none.
 
@@ -168,7 +168,7 @@ def advise_run(
     each mode that is tried. share: accepted underflow share. given: code that may be imported and
     paths that may be used, including the run's. config_dir: the user's options, for the command
     lines to use the advice. seconds: for the trials. casts: those of a mode that was asked for.
-    mixed: a mode, or (), and the bound within which a mixed assignment of it must end.
+    asked: the words of a mode, or (). bound: within which a mixed one of it must end, or None.
     """
     record, plain = _recorded(directory), current(read_config(directory))
     if "script" in record:
@@ -191,6 +191,7 @@ def advise_run(
     from mprun.extensions.diagnosis.advice import advise
     from mprun.extensions.diagnosis.advised_regions import layout, seen_in_16_bits
     from mprun.extensions.diagnosis.changes_of_mode import in_turn
+    from mprun.extensions.diagnosis.far_results import far_in_modes
     from mprun.extensions.diagnosis.mixed_assignment import assignment
     from mprun.extensions.diagnosis.trials import BesideFp32, Budget
     from mprun.training.run import prepare
@@ -215,24 +216,24 @@ def advise_run(
         names = "/".join(dict.fromkeys(str(name).upper() for name in formats))
         what = f"linear layers multiplied in {names}: values that it flushed were gone before the"
         advice.evidence.problems.append(f"{what} count")
-    rows = read_metrics(directory / "metrics.jsonl")
-    losses = [row["loss"] for row in rows if row["split"] == "train"]
+    losses = [r["loss"] for r in read_metrics(directory / "metrics.jsonl") if r["split"] == "train"]
     if len(losses) > 1 and losses[-1] > 1.5 * abs(losses[0]):
         rose = f"the loss rose from {losses[0]:.4g} to {losses[-1]:.4g} over the measured steps"
         advice.notes.append(f"{rose}: the advice fits an unstable recipe; fix that first")
     on_gpu = record.get("environment", {}).get("device") == "cuda" and torch.cuda.is_available()
     place = torch.device("cuda" if on_gpu else "cpu")
     own = _own(record.get("overrides", []))
-    advice = replace(advice, run=str(directory), casts=casts)
     say_seconds("advise", seconds)
-    trials = BesideFp32(lambda mode: build(mode, place), Budget(seconds))
-    asked, bound = mixed or ((), 0.0)
+    budget = Budget(seconds)
+    modes = (() if casts else asked), (advice.overrides[0],), ("precision=bf16_master",)
+    far = far_in_modes(build, modes, budget)
+    advice = replace(advice, run=str(directory), casts=casts, far=far)
+    trials = BesideFp32(lambda mode: build(mode, place), budget)
 
     def mix(within: float) -> "Mixed":
         return assignment(advice, asked, parts, build(_FP32), trials, within)
 
-    found = None if mixed is None else mix(bound)
-    advice = replace(advice, mixed=found)
+    advice = replace(advice, mixed=None if bound is None else mix(bound))
     return _tried(advice, trials, in_turn(parts), mix, partial(command, config_dir), own)
 
 
@@ -430,10 +431,9 @@ def _judged(directories: dict[str, list[Path]], arms: dict[str, list[str]]) -> d
             continue
         arm = {"name": name, "overrides": " ".join(overrides), "mean": row.mean}
         numbers = shown(group, row.verdict)
-        arm |= {"difference": numbers["difference"], "margin": numbers["margin"]}
-        arm["unit"] = unit(group)
-        arm["skipped"] = row.skipped
-        arm["diverged"] = sum(outcome.diverged is not None for outcome in row.outcomes)
+        arm |= {key: numbers[key] for key in ("difference", "margin")}
+        diverged = sum(outcome.diverged is not None for outcome in row.outcomes)
+        arm |= {"unit": unit(group), "skipped": row.skipped, "diverged": diverged}
         found.append(arm | {"verdict": row.verdict.sentence})
     return {"metric": group.metric, "baseline": group.baseline.mean, "arms": found}
 

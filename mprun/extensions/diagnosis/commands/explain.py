@@ -1,7 +1,7 @@
 """`mprun explain RUN`: replay the failing step, name the operation, try cures."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -32,6 +32,7 @@ from mprun.record.run_directory import read_config
 from mprun.record.run_record import read_record, refuse_older_state
 
 if TYPE_CHECKING:
+    from mprun.extensions.diagnosis.far_results import Far
     from mprun.extensions.diagnosis.first_nonfinite import Finding
     from mprun.extensions.diagnosis.interventions import Options
     from mprun.extensions.diagnosis.observation import Largest
@@ -51,8 +52,9 @@ on the same step and five more; the smallest that cures these is tried on a hund
 is not changed.
 
 A run in 16 bits or fewer may also be done: why did it end worse? Its first steps are trained again,
-as it did, in FP32, and with each change. It prints what casts of linear layers lose, and the
-smallest change that takes away half of the gap to FP32.
+as it did, in FP32, and with each change. It prints what casts of linear layers lose and the first
+operation whose results are far from FP32's. The cure is the smallest change that takes away half of
+the gap to FP32.
 
 So may any run that skipped an update because the loss itself was not finite. Its batch is looked
 at; if that is sound, the run is trained again up to that step.
@@ -73,7 +75,7 @@ class Explanation:
     finding, tried: None and empty for a run that failed with an exception. verdict: without a
     finding. classification: from the
     post-mortem. from_start: whether changes were tried from the start of the run instead of its bad
-    step. command: the run's command with the cure.
+    step. command: the run's command with the cure. far: what is far from FP32's in the first step.
     """
 
     run: str
@@ -88,6 +90,7 @@ class Explanation:
     verdict: str = "exception"
     reasons: list[str] = field(default_factory=list)
     casts: list[list[str]] = field(default_factory=list)
+    far: "Far | None" = None
 
     @property
     def smallest(self) -> "Tried | None":
@@ -224,16 +227,23 @@ def _of_ending(run: _Run, steps: int | None, options: "Options | None") -> Expla
     from mprun.numerics.failure import recorded_rows
 
     rows, start = recorded_rows(run.directory), (run.build, run.config, run.mode)
-    changes = ChangesOfMode(run.build, run.config, run.checked, options or {})
+    skipped, ended = run.record.get("skipped") or 0, run.record.get("last_step") or 0
+    given = (run.build, run.config, run.checked, options or {})
+    changes = ChangesOfMode(*given, ended, skipped)
     ending = find_ending(
         *start, rows, steps=steps, options=options, changes=changes, budget=run.budget
     )
     replay, *results = ending.in_words()
-    if skipped := run.record.get("skipped"):  # with losses that were finite
+    if changes.skips_many:  # with losses that were finite
+        results.append(
+            f"{skipped} of {ended} updates were skipped: the loss scale did not settle in time"
+        )
+    elif skipped:
         results.append(f"{skipped} skipped updates while the loss scale settles are normal")
     found = Explanation(str(run.directory), "done", "", results, replay + _note(run.without_gpu))
     verdict = "casts" if run.mode.matmul.input else "mode"
-    found = replace(found, casts=ending.casts, tried=ending.tried, reasons=changes.reasons)
+    found = replace(found, casts=ending.casts, tried=ending.tried)
+    found = replace(found, far=changes.far, reasons=changes.reasons)
     return replace(found, from_start=True, verdict=verdict)
 
 
@@ -257,6 +267,7 @@ def _of_step(run: _Run, options: "Options | None", bad: MetricsColumns | None) -
     options: for the changes to try, None: try none.
     """
     from mprun.extensions.diagnosis.casts import CastMeter, cast_changes, sentences
+    from mprun.extensions.diagnosis.changes_of_mode import far_from_fp32
     from mprun.extensions.diagnosis.first_nonfinite import find_culprit
     from mprun.extensions.diagnosis.interventions import find_cures
     from mprun.numerics.failure import recorded_rows
@@ -282,8 +293,10 @@ def _of_step(run: _Run, options: "Options | None", bad: MetricsColumns | None) -
         return found
     rows, casts = recorded_rows(directory), cast_changes(matmul, losses)
     given = (run.build, config, kept, finding, rows, options, casts)
-    tried = find_cures(*given, budget=run.budget)
-    return replace(found, tried=tried[0], from_start=tried[1])
+    tried, from_start = find_cures(*given, budget=run.budget)
+    # What broke the step may have been damaged from the first one on.
+    far = far_from_fp32(run.build, config) if from_start and not matmul.input else None
+    return replace(found, tried=tried, from_start=from_start, far=far)
 
 
 def _nothing_to_explain(record: dict) -> str:
@@ -324,6 +337,7 @@ def as_dict(explanation: Explanation) -> dict:
     finding, cure = explanation.finding, explanation.smallest
     content = _chosen(explanation, "run status cause classification replay casts reasons") | {
         "verdict": finding.verdict if finding is not None else explanation.verdict,
+        "far": explanation.far and asdict(explanation.far),
         "tried_from_start": explanation.from_start,
         "tried": [
             _chosen(one, "cures result steps") | {"change": one.overrides}
@@ -364,8 +378,9 @@ def as_text(explanation: Explanation) -> list[str]:
     parts = {"run": [start, *explanation.classification], "replay": [explanation.replay]}
     if finding is not None:
         parts |= {"culprit": in_words(finding), "ramp": _ramp(finding.ramp)}
-    if explanation.reasons:
-        parts["FP16"] = explanation.reasons
+    far = [] if explanation.far is None else [explanation.far.in_words()]
+    if why := far + explanation.reasons:
+        parts["why"] = why
     if explanation.casts:
         parts["casts"] = [
             f"{'  ' * (n > 0)}{line}" for own in explanation.casts for n, line in enumerate(own)
