@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mprun.cli.arguments import Arguments, names
-from mprun.comparison import checked_margin, compare, planned_looks
-from mprun.comparison.findings import Comparison
+from mprun.comparison import checked_margin, checked_pair_sd, compare, planned_looks
+from mprun.comparison.findings import Comparison, Verdict
+from mprun.comparison.one_pair import decided
 from mprun.comparison.text_outputs import console, markdown, results
 from mprun.errors import DIVERGED, DONE, BadInput
 from mprun.record.console import to_watch
@@ -53,11 +54,13 @@ _BASELINE = """the runs of this precision mode, or below this path, are the base
 mode that the runs' compare.baseline names, fp32)"""
 _MARGIN = """another margin than compare.margin: relative (0.01 = 1 %%) for losses and distances,
 else in the metric's unit: points for top1, a fraction for one of 0 to 1 (the report says so)"""
+_PAIR_SD = """of one run each: the known sd of a pair's gap, in the margin's unit (stamped;
+compare.pair_sd is set before the runs)"""
 _LOOKS = """verdicts at these numbers of seeds, with an error rate of 5 %% (normal noise) over all
 looks"""
 
 # Arguments of `mprun.comparison.compare` with the same name; the first ones for runs of mprun.
-JUDGING = ("baseline", "allow", "metric", "margin", "looks", "absolute")
+JUDGING = ("baseline", "allow", "metric", "margin", "looks", "absolute", "pair_sd")
 _JUDGING = (*JUDGING, "scalar", "step", "higher_is_better", "lower_is_better", "paired")
 
 
@@ -113,7 +116,8 @@ def add_judging(arguments: Arguments) -> None:
     allow = "compare although these keys differ from the baseline's (the report says so)"
     add("--allow", type=names("--allow"), default=(), metavar="KEY[,KEY...]", help=allow)
     add("--metric", metavar="NAME", help="another metric of the evaluation than compare.metric")
-    add("--margin", type=checked_margin, metavar="X", help=_MARGIN)
+    add("--bar", "--margin", dest="margin", type=checked_margin, metavar="X", help=_MARGIN)
+    add("--pair-sd", type=checked_pair_sd, metavar="S", help=_PAIR_SD)
     add("--looks", type=_looks, default=[], metavar="3,5,10", help=_LOOKS)
     absolute = "the --margin is in the metric's own unit, not relative to the baseline"
     add("--absolute", action="store_true", help=absolute)
@@ -147,14 +151,22 @@ def _why_not(comparison: Comparison) -> str:
     A crash is no accident until its cause is known.
     """
     rows = [row for group in comparison.groups for row in group.rows]
-    names = dict.fromkeys(row.verdict.name for row in rows if row.verdict.name != "matches")
-    found = [
-        f"{', '.join(row.arm.label for row in rows if row.verdict.name == name)}: {name}"
-        for name in names
-    ]
+    words: dict[str, list[str]] = {}
+    for row in rows:
+        words.setdefault(_not_shown(row.verdict), []).append(row.arm.label)
+    found = [f"{', '.join(labels)}: {word}" for word, labels in words.items() if word]
     for row in rows:
         lost = [f"no outcome of {len(row.arm.missing)} of its runs"] * bool(row.arm.missing)
         parts = [*lost, *row.verdict.left_out]
         found += [f"{row.arm.label}: left out, {'; '.join(parts)}"] * bool(parts)
     found += [f"not compared: {line}" for line in comparison.not_compared]
     return "; ".join(found) if rows else "no mode to compare"
+
+
+def _not_shown(verdict: Verdict) -> str:
+    """Return the word of a mode that is not shown to match; of one pair a fixed scatter decides."""
+    if verdict.name == "matches" or decided(verdict.facts):
+        return ""
+    test = verdict.facts.get("test")
+    fixed = test is not None and test["fixed"]
+    return f"{verdict.name}{', not shown inside the bar' if fixed else ''}"

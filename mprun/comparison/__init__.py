@@ -38,6 +38,7 @@ def compare(
     lower_is_better: bool = False,
     absolute: bool = False,
     paired: bool = False,
+    pair_sd: float | None = None,
 ) -> "ComparedRuns":
     """Judge whether each precision mode matches FP32, as `mprun compare` does.
 
@@ -60,6 +61,8 @@ def compare(
         lower_is_better: The same: it is not an accuracy or a score.
         absolute: The margin is in the metric's own unit, not relative to the baseline.
         paired: With `scalar`: every label lists its runs in the order of the same seeds.
+        pair_sd: Where a mode and the baseline have one run each: the known standard deviation of
+            such a pair's gap, in the margin's unit.
 
     Returns:
         The comparison: `verdicts`, `to_dict()`, `write(folder)`.
@@ -89,6 +92,7 @@ def compare(
         "--allow": tuple(map(str, _several(allow))),
         "--metric": metric,
         "--margin": None if margin is None else checked_margin(margin),
+        "--pair-sd": None if pair_sd is None else checked_pair_sd(pair_sd),
         "--absolute": absolute,
         "--scalar": scalar,
         "--higher-is-better": higher_is_better,
@@ -130,6 +134,7 @@ def compare(
                 looks=plan,
                 higher_is_better=higher_is_better if directed else None,
                 absolute=absolute,
+                pair_sd=asked["--pair-sd"],
             )
         except BadInput as error:  # concerns one group; the others are still compared
             refused.append(f"{error} ({proto.title}: not compared)")
@@ -138,6 +143,12 @@ def compare(
             groups.append(group)
     if not groups:
         raise BadInput(refused[-1].removesuffix(f" ({protos[-1].title}: not compared)"))
+    verdicts = [row.verdict for group in groups for row in group.rows]
+    if asked["--pair-sd"] is not None and not any(verdict.facts for verdict in verdicts):
+        raise BadInput(
+            f"--pair-sd {asked['--pair-sd']:g}: only for one run of the baseline and one of a mode "
+            "with the same seed; there is no such pair"
+        )
     return ComparedRuns(
         groups=groups,
         not_compared=refused,
@@ -171,10 +182,19 @@ def _refuse_contradictions(asked: dict[str, Any]) -> None:
 
 def checked_margin(given: str | float) -> float:
     """Return the margin as a number; raise BadInput unless it is above 0 and finite."""
+    return _above_zero("--margin", given, "0.01 for 1 %")
+
+
+def checked_pair_sd(given: str | float) -> float:
+    """Return the scatter of pairs as a number; raise BadInput unless it is above 0 and finite."""
+    return _above_zero("--pair-sd", given, "0.0006 for 0.06 %")
+
+
+def _above_zero(flag: str, given: str | float, example: str) -> float:
     with suppress(ValueError):
         if 0 < (value := float(given)) < float("inf"):
             return value
-    raise BadInput(f"--margin {given}: must be a number above 0, e.g. 0.01 for 1 %")
+    raise BadInput(f"{flag} {given}: must be a number above 0, e.g. {example}")
 
 
 def planned_looks(given: Iterable[str | int]) -> list[int]:
@@ -200,6 +220,8 @@ def _stamps(asked: dict[str, Any], runs: "list[RunData]", groups: "Sequence[Grou
         if given is not None and not isinstance(given, Path) and configured - {given}:
             before = ", ".join(str(value) for value in sorted(configured, key=str))
             stamps.append(f"{flag} {given}: chosen after the runs, which say {before}")
+    if asked["--pair-sd"] is not None and asked["--scalar"] is None:
+        stamps.append(f"--pair-sd {asked['--pair-sd']:g}: chosen after the runs")
     for flag in ("--higher-is-better", "--lower-is-better"):
         if asked[flag] and asked["--scalar"] is None:
             stamps.append(f"{flag}: said when the runs were compared, not by their task")

@@ -13,12 +13,12 @@ from typing import Any
 from mprun.comparison import equivalence
 from mprun.comparison.divergence import (
     baseline_progress,
-    curve_facts,
     outcomes,
     refuse_other_lengths,
 )
 from mprun.comparison.equivalence import FEWEST_SEEDS, Interval
 from mprun.comparison.findings import Arm, Outcome, Question
+from mprun.comparison.one_pair import pair_facts
 from mprun.comparison.wording import number_of
 from mprun.errors import BadInput
 
@@ -170,8 +170,10 @@ def decide(arm: Arm, baseline: Arm, question: Question) -> Decision:
         decision.result = tested(values) if enough else _too_few(values, FEWEST_SEEDS)
     result = decision.result
     decision.name = result.name if isinstance(result, Tested) else "inconclusive"
-    if len(ends[0]) == len(ends[1]) == 1:
-        decision.facts = curve_facts(arm.runs[0], baseline.runs[0], question)
+    if len(values.own) == 1 and [o.seed for o in ends[0]] == [o.seed for o in ends[1]]:
+        outcome = values.own[0] - values.base[0], values.base[0]
+        decision.facts = pair_facts(arm.runs[0], baseline.runs[0], question, outcome)
+        decision.name = "one pair"
     if any(decision.alone):
         everything = _values(question, arms, ends, by_seed=False)
         with suppress(BadInput):  # the runs that were compared do have a margin

@@ -14,7 +14,6 @@ A foreign log can only show (a): non-finite values among those that give its out
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -219,64 +218,3 @@ def nonfinite_from(run: RunData, metric: str, window: int = 1) -> float | None:
 def foreign_width(count: int) -> int:
     """Return how many of `count` values to average; a foreign log has no configured window."""
     return min(count, max(3, math.ceil(count / 10)))
-
-
-def curve_facts(own: RunData, base: RunData, question: Question) -> dict[str, Any]:
-    """Return facts on how far two curves are apart, one run each; this is no verdict.
-
-    For a foreign log they use all values of the metric, for mprun's runs the recorded training
-    losses. Keys: steps (in common), identical (bit for bit at all of them), unit ("%" of the
-    baseline's value, or "" if a value is not above 0). The gaps own - base in that unit give
-    first_step, first, early (median size of the first 20), beyond (the first step above 1 %; None:
-    none, or no %), largest, largest_step, end (mean over the last tenth). Without common finite
-    values there is only `steps`.
-    """
-    columns = (run.evals if run.foreign else run.train for run in (own, base))
-    names, nothing = ("step", question.metric if own.foreign else "loss"), np.empty(0)
-    (steps, ours), (base_steps, theirs) = ([of.get(n, nothing) for n in names] for of in columns)
-    steps, at, base_at = np.intersect1d(steps, base_steps, return_indices=True)
-    ours, theirs = ours[at], theirs[base_at]
-    identical = np.array_equal(ours, theirs, equal_nan=True)
-    finite = np.isfinite(ours) & np.isfinite(theirs)
-    facts: dict[str, Any] = {"steps": len(steps)}
-    steps, ours, theirs = steps[finite], ours[finite], theirs[finite]
-    if not len(steps):
-        return facts
-    relative = bool((theirs > 0).all())
-    gaps = 100 * (ours / theirs - 1) if relative else ours - theirs
-    beyond = np.flatnonzero(np.abs(gaps) > (1 if relative else np.inf))
-    largest = int(np.argmax(np.abs(gaps)))
-    return facts | {
-        "first_step": float(steps[0]),
-        "identical": identical,
-        "unit": "%" if relative else "",
-        "first": float(gaps[0]),
-        "early": float(np.median(np.abs(gaps[:20]))),
-        "beyond": float(steps[beyond[0]]) if len(beyond) else None,
-        "largest": float(gaps[largest]),
-        "largest_step": float(steps[largest]),
-        "end": float(np.mean(gaps[-math.ceil(len(gaps) / 10) :])),
-    }
-
-
-def facts_text(facts: dict[str, Any]) -> str:
-    """Return `curve_facts` in words."""
-    count = f"{facts['steps']} common step{'' if facts['steps'] == 1 else 's'}"
-    if "first" not in facts:
-        return f"The two curves have {count} to compare."
-    if facts["identical"] and facts["steps"] == 1:
-        return "The two curves are equal at their only common step."
-    if facts["identical"]:
-        return f"The two curves are identical at all {facts['steps']} steps, bit for bit."
-    unit = f" {facts['unit']}".rstrip()
-    text = (
-        f"The two curves at {count}: {facts['first']:+.2g}{unit} at the first "
-        f"({facts['first_step']:g}), median {facts['early']:.2g}{unit} over the first 20, "
-    )
-    if unit:
-        beyond = facts["beyond"]
-        text += "never above 1 %, " if beyond is None else f"first above 1 % at step {beyond:g}, "
-    return text + (
-        f"largest {facts['largest']:+.2g}{unit} (step {facts['largest_step']:g}), "
-        f"{facts['end']:+.2g}{unit} over the last tenth."
-    )

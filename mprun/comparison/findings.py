@@ -17,7 +17,7 @@ from mprun.record.metrics_columns import MetricsColumns
 # All verdicts, in the order in which a table explains them.
 VERDICTS = (
     *("matches", "worse", "likely worse", "better", "likely better", "diverged"),
-    *("invalid baseline", "inconclusive", "not assessed"),
+    *("invalid baseline", "inconclusive", "one pair", "not assessed"),
 )
 Curve = tuple[np.ndarray, np.ndarray]  # x ascending, y; float64 [records]
 
@@ -132,7 +132,7 @@ class Verdict:
     look: int | None = None  # seeds at the look that decided, with --looks
     least_margin: float | None = None  # the smallest that these seeds can show
     left_out: list[str] = field(default_factory=list)  # runs, and parts of them, not judged
-    facts: dict[str, Any] = field(default_factory=dict)  # of one run each, see `curve_facts`
+    facts: dict[str, Any] = field(default_factory=dict)  # of one run each, see `pair_facts`
 
 
 @dataclass(slots=True)
@@ -222,6 +222,8 @@ class Question:
     looks: Sequence[int] = ()  # numbers of seeds, ascending from 3; empty: one test of all seeds
     gan: bool = False  # its losses measure no progress
     by_seed: bool = True  # pair equal seeds; False: foreign logs without seeds
+    pair_sd: float | None = None  # scatter of a pair's gap, as margin_setting, said after the runs
+    as_recorded: bool = True  # metric and margin are those of the runs' configuration
 
     @property
     def as_logarithm(self) -> bool:

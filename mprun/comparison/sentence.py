@@ -4,7 +4,6 @@ import math
 from collections.abc import Iterator
 
 from mprun.comparison.decision import CONCLUSIVE, Decision, Look, Tested, TooFew, Values
-from mprun.comparison.divergence import facts_text
 from mprun.comparison.equivalence import (
     MOST_SEEDS,
     Interval,
@@ -13,14 +12,18 @@ from mprun.comparison.equivalence import (
     seeds_needed,
 )
 from mprun.comparison.findings import Outcome, Question
+from mprun.comparison.one_pair import pair_lines
 from mprun.comparison.wording import number_of, signed, size_text, suffix
 
 ROUNDING = 1e-6  # of the margin: below it a difference is that of rounding, not worth a word
 
 
 def sentence_of(decision: Decision) -> str:
-    """Return all that is said of a mode: what was found, then what limits it."""
-    return " ".join(_parts(decision))
+    """Return all that is said of a mode: what was found, then what limits it.
+
+    Of one pair of runs it is several lines.
+    """
+    return ("\n" if decision.facts else " ").join(_parts(decision))
 
 
 def _parts(decision: Decision) -> Iterator[str]:
@@ -28,7 +31,9 @@ def _parts(decision: Decision) -> Iterator[str]:
     if result is None:
         yield _beforehand(decision)
         return
-    if isinstance(result, TooFew):
+    if decision.facts:
+        yield from pair_lines(decision.facts, decision.question)
+    elif isinstance(result, TooFew):
         yield from _too_few(result)
     else:
         yield from _tested(result, decision.look)
@@ -36,8 +41,6 @@ def _parts(decision: Decision) -> Iterator[str]:
             yield _at_look(decision.look, result.name)
         elif decision.needed:
             yield _after_a_test(result.values, decision.needed)
-    if decision.facts:
-        yield facts_text(decision.facts)
     if without := without_partner(decision):
         yield f"Left out, {without}."
     if (other := decision.unpaired) is not None:

@@ -83,9 +83,13 @@ def _table(group: Group) -> str:
 
 
 def _wrapped(lines: Iterable[str], indent: str = "  ") -> str:
-    """Put each line on its own line, wrapped with a deeper indent."""
-    below = len(indent) + 2
-    return "".join("\n" + hanging(line, columns(120), below, indent) for line in lines)
+    """Put each line on its own line, wrapped with a deeper indent, and so what breaks within it."""
+    below, found = len(indent) + 2, []
+    for line in lines:
+        first, *more = line.split("\n")
+        found.append(hanging(first, columns(120), below, indent))
+        found += [hanging(part, columns(120), below + 2, " " * below) for part in more]
+    return "".join(f"\n{text}" for text in found)
 
 
 def _list(lines: Iterable[str]) -> str:

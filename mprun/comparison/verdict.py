@@ -65,12 +65,14 @@ def assess(
     looks: Sequence[int] = (),
     higher_is_better: bool | None = None,
     absolute: bool = False,
+    pair_sd: float | None = None,
 ) -> Group:
     """Judge every arm of `proto` against its baseline.
 
     metric, margin: used instead of those in the runs' configuration. higher_is_better: for a
     metric whose direction the runs do not tell, or a foreign tag. absolute: the margin is in the
-    metric's unit, as it always is for points and fractions. BadInput: see `judge`.
+    metric's unit, as it always is for points and fractions. pair_sd: used instead of the runs' own,
+    where there is one pair of runs. BadInput: see `judge`.
     """
     keys, base = proto.keys, proto.baseline
     name = metric or keys.get("compare.metric")
@@ -78,7 +80,9 @@ def assess(
         raise BadInput("compare.metric, compare.window: the runs differ in it; give --metric")
     known = _metric(proto, name, higher_is_better)
     question = _question(proto, known, margin, absolute)
-    question.looks = looks
+    question.looks, question.pair_sd = looks, pair_sd
+    as_set = (None, keys.get("compare.metric")), (None, keys.get("compare.margin"))
+    question.as_recorded = metric in as_set[0] and margin in as_set[1] and not absolute
     rows = [_row(arm, base, *judge(arm, base, question)) for arm in proto.arms]
     # Use the mean of the runs behind the differences, if they are the same for all modes.
     compared = {tuple(row.verdict.baseline_seeds) for row in rows if row.verdict.method}

@@ -183,6 +183,11 @@ def _compare(config: RunConfig) -> Iterator[str]:
     if closed or kind.metric(str(compare.metric)) is not None:
         who = config.model.name if closed else kind.name
         with_judged(kind.metrics, compare, who, config.data.name, closed=closed)
+    source = (compare.pair_sd_source or "").strip()
+    if compare.pair_sd is not None and not source:
+        yield f"compare.pair_sd={compare.pair_sd:g}: needs compare.pair_sd_source, what it is of"
+    if compare.pair_sd is None and compare.pair_sd_source is not None:
+        yield f"compare.pair_sd_source={source}: needs compare.pair_sd, the scatter that it is of"
     train = config.train
     if train.steps is not None and window > 1:
         # The last step is always evaluated.

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 from omegaconf import MISSING
 
+from mprun.config.beside import DistConfig, NumericsConfig
 from mprun.config.fields import (
     count,
     fraction,
@@ -364,38 +365,12 @@ class CompareConfig:
     )
     baseline: str = setting("fp32", "Precision mode against which the others are judged")
     window: int = count(1, "Number of last evaluations to average into a run's outcome")
-
-
-@dataclass(slots=True)
-class NumericsConfig:
-    """Measurements beside the training; none of them changes a number of the run."""
-
-    probes: bool = setting(False, "Probe exponents, underflow and lost updates; numerics=probes")
-    every: int = count(100, "Probe the steps divisible by this")
-    modules: list[str] = setting(
-        list, "Module-name patterns to probe; without any: all modules without submodules"
+    pair_sd: float | None = positive(
+        None, "Known scatter (sd) of one pair's gap, in the margin's unit; null: none", role=LABEL
     )
-    shadow_every: int = from_zero(
-        0, "Also compute the steps divisible by this in FP32, from the same weights; 0: never"
+    pair_sd_source: str | None = setting(
+        None, "Runs that pair_sd was measured on; null: with pair_sd=null", role=LABEL
     )
-    keep_failure: bool = setting(
-        True, "Keep the state before a failing step, to replay it and find the cause"
-    )
-
-
-@dataclass(slots=True)
-class DistConfig:
-    """Sums of gradients and waits among the ranks of a run on several devices."""
-
-    engine: str = one_of(
-        "auto ddp flat fsdp",
-        "Sum gradients in backward (ddp) or after it (flat); fsdp: in shards; auto: ddp on a GPU",
-    )
-    order: str = one_of(
-        "fast fixed", "Add micro-batches in their order (fixed), or in the fastest order"
-    )
-    bucket_mb: float = positive(25.0, "MiB of gradients that are summed at a time", at_most=4096.0)
-    timeout_s: float = positive(100.0, "Seconds that a rank waits for the others", at_most=86_400.0)
 
 
 @dataclass(slots=True)

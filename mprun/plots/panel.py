@@ -55,6 +55,7 @@ MARKS = {
     "diverged": ("✗", "bad"),
     "invalid baseline": ("!", "bad"),
     "inconclusive": ("?", "doubtful"),
+    "one pair": ("?", "neutral"),
     "not assessed": ("–", "neutral"),
 }
 

@@ -44,6 +44,9 @@ class MetricsColumns:
     last_step: int  # step of the newest record, 0 if there is none
     first_losses: np.ndarray  # float64; steps 1, 2, ... up to 20, until the first missing step
     last_losses: np.ndarray  # float64; the last tenth of the train records, rounded up
+    # of the same records: int64, their steps, and bool, whether the update was skipped
+    last_steps: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
+    last_skips: np.ndarray = field(default_factory=lambda: np.empty(0, bool))
     skipped: int = 0  # skipped updates
     # int64, steps with a skipped update, at most 2,000, evenly thinned
     skip_steps: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
@@ -160,12 +163,15 @@ def _columns(path: Path, records: list[_Record]) -> MetricsColumns:
     updates = np.fromiter((record.updates for record in train), np.float64, count)
     columns = {"step": step, "updates": updates, "skipped": skipped, "loss": losses}
     columns |= {"loss_scale": scales} if len(known) else {}
+    late = slice(count - -(-count // 10), None)
     return MetricsColumns(
         evals=_metrics(evals),
         train={key: evenly(own, DRAWN_RECORDS).astype(float) for key, own in columns.items()},
         last_step=int(max([*step[-1:], *eval_steps[-1:]], default=0)),
         first_losses=losses[: gapless.sum()],
-        last_losses=losses[count - -(-count // 10) :],
+        last_losses=losses[late],
+        last_steps=step[late],
+        last_skips=was_skipped[late],
         skipped=int(skipped[-1]) if count else 0,
         skip_steps=evenly(skip_steps, DRAWN_SKIPS),
         longest_skip_streak=_longest_streak(skip_steps),

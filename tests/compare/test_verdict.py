@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from mprun.comparison.decision import pairing
-from mprun.comparison.divergence import curve_facts
 from mprun.comparison.findings import Arm, Question
 from mprun.comparison.grouping import ProtoGroup
 from mprun.comparison.verdict import assess, judge
@@ -270,18 +269,6 @@ def test_an_absolute_margin_is_below_half_of_the_mean():
     assert verdict_of(shifted(0), made_arm(FP32), question | {"margin_setting": 0.999}).name
     with pytest.raises(BadInput, match="must be below half of it, 1 "):
         verdict_of(shifted(0), made_arm(FP32), question | {"margin_setting": 1.0})
-
-
-def test_curves_of_different_lengths_are_compared_where_both_are():
-    def run(mode, steps, times):
-        columns = {"step": np.array(steps, float), "loss": times * 4.0 / np.array(steps)}
-        return replace(made_run(0, 1.0, mode=mode), train=columns)
-
-    question = Question(**LOSS)
-    # In common are 4, 6, 8, at other places of either; 4 of 100 more there.
-    facts = curve_facts(run("amp", range(4, 10), 1.04), run("fp32", range(2, 9, 2), 1), question)
-    assert facts["steps"] == 3 and facts["first_step"] == 4.0
-    assert [facts[key] for key in ("first", "largest", "end")] == pytest.approx([4.0] * 3)
 
 
 def test_perplexity_is_judged_as_its_logarithm():

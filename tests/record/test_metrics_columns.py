@@ -183,6 +183,8 @@ def test_what_the_columns_hold(tmp_path):
     assert columns.last_step == 60 and columns.skipped == 4
     assert columns.first_losses.tolist() == [10.0 - s for s in range(1, 21)]
     assert columns.last_losses.tolist() == [2.0, 1.5, 1.25]  # ceil(27 / 10) records
+    assert columns.last_steps.tolist() == [40, 50, 60]
+    assert columns.last_skips.tolist() == [True, False, False]
     assert columns.skip_steps.tolist() == [31, 32, 33, 40]
     assert columns.longest_skip_streak == 3
     assert columns.scale_range == (1.0, 131072.0)

@@ -292,12 +292,12 @@ def test_copies_are_one_run(tmp_path, capsys):
     whole.write_text("\n".join(whole.read_text().splitlines()[:60]) + "\n")
     paths = {label: [tmp_path / f"{name}{i}.csv" for i in range(3)] for label, name in COPIED}
     row = verdict(capsys, *specs(**paths))
-    assert row["verdict"]["name"] == "inconclusive" and row["verdict"]["seeds"] == [0]
+    assert row["verdict"]["name"] == "one pair" and row["verdict"]["seeds"] == [0]
     said = [note for note in row["group"]["notes"] if "bit for bit: one run, not two" in note]
     assert len(said) == 4
     # Values alone: equal ones may be chance, but not if all are.
     words = final_values(tmp_path, fp32=(2, 2, 2), amp=(2, 2, 2))
-    assert verdict(capsys, *words)["verdict"]["name"] == "inconclusive"
+    assert verdict(capsys, *words)["verdict"]["name"] == "one pair"
     words = final_values(tmp_path, fp32=(3, 3, 4, 3), amp=(3, 3, 4, 3))
     assert verdict(capsys, *words)["verdict"]["seeds"] == [0, 1, 2, 3]
 
@@ -427,16 +427,63 @@ def test_one_run_each_gives_facts(tmp_path, capsys):
     text = "step,loss\n" + "".join(f"{step},{value!r}\n" for step, value in rows)
     a, b = (write_csv(tmp_path / name, text) for name in ("a.csv", "b.csv"))
     found = verdict(capsys, *specs(fp32=a, amp=b))["verdict"]
-    assert found["name"] == "inconclusive" and found["facts"]["identical"]
-    assert found["sentence"].endswith("The two curves are identical at all 100 steps, bit for bit.")
-    # A gap of (step - 1/2) / 50 percent: 1.01 % at step 51, 1.99 % at the last.
+    assert found["name"] == "one pair" and found["facts"]["identical"]
+    about = "one pair (equal at all 100 compared steps, bit for bit): facts, no verdict."
+    assert found["sentence"].startswith(about)
+    # A gap of (step - 1/2) / 50 percent; the last ten steps, in parts of 3, 3, 2 and 2, are 92, 95,
+    # 97.5 and 99.5 in the mean.
     text = "step,loss\n" + "".join(f"{s},{v * (1 + (s - 0.5) / 5000)!r}\n" for s, v in rows)
     b.write_text(text)
     found = verdict(capsys, *specs(fp32=a, amp=b))["verdict"]
-    assert found["sentence"].endswith(
-        "The two curves at 100 common steps: +0.01 % at the first (1), median 0.2 % over the "
-        "first 20, first above 1 % at step 51, largest +2 % (step 100), +1.9 % over the last tenth."
+    first, second, third = found["sentence"].split("\n")
+    assert first == "one pair (+0.0003 at step 1): facts, no verdict."  # 3 / 10,000
+    assert second == (
+        "Over the last tenth of the records (10 matched steps, 91 to 100): loss +1.90 % (+0.038), "
+        "its quarters +1.83 +1.89 +1.94 +1.98 %; bar 1 %: this gap is outside by 0.90 %."
     )
+    assert third.endswith("three runs of each give a verdict.")
+
+
+def test_a_bar_and_a_scatter_of_one_pair_of_logs_are_said_on_the_line(
+    tmp_path, capsys, monkeypatch
+):
+    """The numbers of a published pair of 24,000 steps: +0.0040 against a bar of 0.01."""
+    monkeypatch.setenv("COLUMNS", "80")
+    steps = range(10, 24_001, 10)
+    for name, gap in (("fp32", 0.0), ("amp", 0.004)):
+        rows = "".join(f"{step},{2.6 + 1 / step + gap:.6f}\n" for step in steps)
+        write_csv(tmp_path / f"{name}.csv", "step,loss\n" + rows)
+    monkeypatch.chdir(tmp_path)
+    words = ["compare", "--scalar", "loss", "fp32=fp32.csv", "amp=amp.csv", "--bar", "0.01"]
+    words += ["--absolute", "--pair-sd", "0.0019"]
+    assert main([*words, "--out", "report"]) == 0
+    printed = capsys.readouterr().out
+    assert max(map(len, printed.splitlines())) <= 80
+    for said in (
+        "Over the last tenth of the records (240 matched steps, 21,610 to 24,000): loss +0.0040 "
+        "(+0.15 %), its quarters +0.0040 +0.0040 +0.0040 +0.0040; bar 0.01: this gap is inside by "
+        "0.0060.",
+        # 0.004 + 1.6449 * 0.0019 = 0.007125
+        "Inside 0.01 at 5 % if the scatter of pairs is 0.0019 (--pair-sd, chosen after the runs): "
+        "0.004 + 1.645 * 0.0019 = 0.007125.",
+    ):
+        assert said in " ".join(printed.split())
+    page = (tmp_path / "report/report.html").read_text()
+    assert 'aria-label="Difference to FP32 over steps: loss. amp: ends at +0.0040.' in page
+    assert "<br>Inside 0.01 at 5 %" in page
+    # A scatter that is said after the runs decides nothing.
+    assert main([*words, "--no-report", "--check"]) == 3
+    assert "--check: amp: one pair\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("pair", [("seed0:a.csv", "seed1:b.csv"), ("a.csv,c.csv", "b.csv")])
+def test_a_scatter_of_pairs_needs_one_pair(tmp_path, capsys, monkeypatch, pair):
+    monkeypatch.chdir(tmp_path)
+    for name in "abc":
+        curve(tmp_path / f"{name}.csv", 2.0)
+    words = [f"{label}={paths}" for label, paths in zip(("fp32", "amp"), pair, strict=True)]
+    says = "--pair-sd 0.001: only for one run of the baseline and one of a mode with the same seed"
+    refused(capsys, "compare", "--scalar", "loss", *words, "--pair-sd", "0.001", says=says)
 
 
 def test_the_gap_of_two_runs_is_drawn(tmp_path):

@@ -434,7 +434,7 @@ def _judged(directories: dict[str, list[Path]], arms: dict[str, list[str]]) -> d
         arm |= {key: numbers[key] for key in ("difference", "margin")}
         diverged = sum(outcome.diverged is not None for outcome in row.outcomes)
         arm |= {"unit": unit(group), "skipped": row.skipped, "diverged": diverged}
-        found.append(arm | {"verdict": row.verdict.sentence})
+        found.append(arm | {"verdict": " ".join(row.verdict.sentence.split())})
     return {"metric": group.metric, "baseline": group.baseline.mean, "arms": found}
 
 

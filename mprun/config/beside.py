@@ -1,0 +1,37 @@
+"""The options of what goes on beside the training: measurements, and ranks that wait."""
+
+from dataclasses import dataclass
+
+from mprun.config.fields import count, from_zero, one_of, positive, setting
+
+
+@dataclass(slots=True)
+class NumericsConfig:
+    """Measurements beside the training; none of them changes a number of the run."""
+
+    probes: bool = setting(False, "Probe exponents, underflow and lost updates; numerics=probes")
+    every: int = count(100, "Probe the steps divisible by this")
+    modules: list[str] = setting(
+        list, "Module-name patterns to probe; without any: all modules without submodules"
+    )
+    shadow_every: int = from_zero(
+        0, "Also compute the steps divisible by this in FP32, from the same weights; 0: never"
+    )
+    keep_failure: bool = setting(
+        True, "Keep the state before a failing step, to replay it and find the cause"
+    )
+
+
+@dataclass(slots=True)
+class DistConfig:
+    """Sums of gradients and waits among the ranks of a run on several devices."""
+
+    engine: str = one_of(
+        "auto ddp flat fsdp",
+        "Sum gradients in backward (ddp) or after it (flat); fsdp: in shards; auto: ddp on a GPU",
+    )
+    order: str = one_of(
+        "fast fixed", "Add micro-batches in their order (fixed), or in the fastest order"
+    )
+    bucket_mb: float = positive(25.0, "MiB of gradients that are summed at a time", at_most=4096.0)
+    timeout_s: float = positive(100.0, "Seconds that a rank waits for the others", at_most=86_400.0)
