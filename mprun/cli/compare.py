@@ -41,7 +41,8 @@ the steps that all have.
 Exit codes: 0 compared, 2 bad input or nothing to compare, 3 --check failed, 4 damaged record."""
 _FLAGS = {
     "--tensorboard": "write summary runs (mean, lower, upper, margin charts) for TensorBoard",
-    "--check": "exit code 3 unless every mode matches and nothing was left out",
+    "--check": "exit code 3 unless every mode matches (or compare.pair_sd shows it of one "
+    "pair) and nothing was left out",
     "--no-report": "print only",
     "--higher-is-better": "the --scalar, or a metric of which the runs do not say it, is an "
     "accuracy or a score (--margin is then absolute)",

@@ -2,7 +2,8 @@
 
 load (run.json, metrics.jsonl), or for logs of other tools an entry point of `mprun.readers`
 -> grouping (which runs belong together, which are baselines)
--> decision (divergence, then equivalence) -> sentence (in words) -> verdict (of each mode)
+-> decision (divergence, then equivalence, of one run each one_pair) -> sentence (in words)
+-> verdict (of each mode)
 -> wording (console, report.md, results.json), report (report.html and its figures),
 tensorboard_summary, notebook.
 

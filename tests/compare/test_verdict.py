@@ -1,9 +1,7 @@
 """From made runs to a verdict: curves of every kind, pairing, margins, looks."""
 
 import math
-from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from mprun.comparison.decision import pairing
