@@ -28,9 +28,9 @@ import scipy
 from error_rates_document import document, summary
 
 from mprun.comparison.decision import CONCLUSIVE
-from mprun.comparison.equivalence import nominal_alpha
 from mprun.comparison.findings import VERDICTS, Arm, Question, RunData, Verdict
 from mprun.comparison.gap_growth import last_half, paired_gaps, slope_interval
+from mprun.comparison.looks import nominal_alpha
 from mprun.comparison.verdict import judge
 from mprun.errors import BadInput
 

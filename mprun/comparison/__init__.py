@@ -75,10 +75,11 @@ def compare(
         MissingExtra: A package of `pip install 'mprun[notebook]'` is not installed.
     """
     with needing("notebook"):  # imported here: reading one run needs no statistics
-        from mprun.comparison.equivalence import ALPHA, nominal_alpha
+        from mprun.comparison.equivalence import ALPHA
         from mprun.comparison.gap_growth import follow_gaps
         from mprun.comparison.grouping import group_runs
         from mprun.comparison.load import load_runs
+        from mprun.comparison.looks import nominal_alpha
         from mprun.comparison.notebook import ComparedRuns
         from mprun.comparison.verdict import assess
         from mprun.record.console import counted

@@ -18,6 +18,7 @@ from mprun.comparison.divergence import (
 )
 from mprun.comparison.equivalence import FEWEST_SEEDS, Interval
 from mprun.comparison.findings import Arm, Outcome, Question
+from mprun.comparison.looks import nominal_alpha
 from mprun.comparison.one_pair import pair_facts
 from mprun.comparison.wording import number_of
 from mprun.errors import BadInput
@@ -293,7 +294,7 @@ def _decide_at_looks(decision: Decision, values: Values) -> None:
                 f"as many in both labels, {' or '.join(map(str, plan))}, or name the seeds"
             )
         taken = taken[-1:]  # the earlier looks were taken when there were no more runs
-    alpha = equivalence.nominal_alpha(plan)
+    alpha = nominal_alpha(plan)
     for look in taken:
         found = tested(values.first(look), alpha)
         decision.result, decision.look = found, Look(look, plan, available)

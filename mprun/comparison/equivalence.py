@@ -9,12 +9,6 @@ A relative margin bounds mean(own) / mean(base), both of which scatter. So the t
 own - (1 +- margin) * base per seed. A margin computed from the mean of the same seeds and taken as
 known breaks the 5 % where equal seeds differ less than seeds do. The relative interval holds the
 ratios that the test does not reject (Fieller 1954, J. R. Statist. Soc. B 16, 175-185).
-
-Verdicts at planned numbers of seeds (`--looks 3,5,10`) keep their error rate over all looks
-together by Pocock's remedy (1977, Biometrika 64, 191-199): the same stricter nominal alpha at every
-look, so that the chance of any look crossing the boundary is 5 %. At the boundary the true
-difference equals the margin, or zero. There the joint distribution of the t statistics of nested
-looks depends only on the numbers of seeds, so one simulation gives the nominal alpha.
 """
 
 import math
@@ -24,7 +18,7 @@ from functools import lru_cache
 from itertools import combinations
 
 import numpy as np
-from scipy.special import stdtr, stdtrit
+from scipy.special import stdtrit
 
 # scipy.stats has the same quantile but takes ten times as long to import.
 
@@ -310,10 +304,15 @@ def seeds_needed(interval: Interval, margin: float) -> int | None:
     alpha = (1 - interval.level) / 2
     for count in range(fewest + 1, MOST_SEEDS + 1):
         counts = (max(interval.counts[0], count), max(interval.counts[1], count))
-        half = _half_width(interval.method, counts, interval.variances, alpha)
-        if _scaled([half], -interval.exponent)[0] <= allowed:
+        if half_width(interval, counts, alpha) <= allowed:
             return count - fewest
     return None
+
+
+def half_width(interval: Interval, counts: tuple[int, int], alpha: float) -> float:
+    """Return half the width of an interval of so many values with the same variances."""
+    half = _half_width(interval.method, counts, interval.variances, alpha)
+    return _scaled([half], -interval.exponent)[0]
 
 
 def outlier(values: Sequence[float]) -> int | None:
@@ -357,49 +356,3 @@ def _half_width(
     shares = own / (own + base), base / (own + base)
     degrees = 1 / (shares[0] ** 2 / (counts[0] - 1) + shares[1] ** 2 / (counts[1] - 1))
     return t_quantile(alpha, degrees) * math.sqrt(own + base)
-
-
-DRAWS = 400_000  # standard error of the 5 %: 0.034 % (a third of a second for three looks)
-
-
-@lru_cache(maxsize=16)
-def nominal_alpha(looks: tuple[int, ...], alpha: float = ALPHA, seed: int = 0) -> float:
-    """Return the one-sided alpha per look that gives all looks together `alpha`."""
-    # The quantile of the smallest p-value, simulated for the paired t test at the boundary.
-    found = p_values(looks, DRAWS, np.random.default_rng(seed))
-    return float(np.quantile(np.minimum.reduce(found), alpha))
-
-
-@lru_cache(maxsize=512)
-def level_after_a_test(looks: tuple[int, int]) -> float:
-    """Return the chance of a false "matches" if looks are planned after an undecided test.
-
-    The first look used ALPHA, the second uses `nominal_alpha`. Simulated, to about 0.001.
-    """
-    first, second = p_values(looks, DRAWS // 8, np.random.default_rng(0))
-    nominal = np.quantile(np.minimum(first, second), ALPHA)
-    return float(np.mean((first <= ALPHA) | (second <= nominal)))
-
-
-def p_values(
-    looks: tuple[int, ...], draws: int, generator: np.random.Generator
-) -> list[np.ndarray]:
-    """Return float64 [draws] per look: one-sided p-values of t tests at nested looks, mean 0.
-
-    Mean and sum of squares of each block of new seeds are drawn directly (normal and chi-square)
-    and merged, so the cost does not depend on the number of seeds.
-    """
-    mean, squares, count = np.zeros(draws), np.zeros(draws), 0
-    found = []
-    for look in looks:
-        block = look - count
-        block_mean = generator.standard_normal(draws) / np.sqrt(block)
-        shift = block_mean - mean
-        if block > 1:
-            squares += generator.chisquare(block - 1, draws)
-        squares += shift**2 * (count * block / look)
-        mean += shift * (block / look)
-        count = look
-        statistic = mean / np.sqrt(squares / (count - 1) / count)
-        found.append(stdtr(count - 1, statistic))
-    return found

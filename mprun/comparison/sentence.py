@@ -7,11 +7,11 @@ from mprun.comparison.decision import CONCLUSIVE, Decision, Look, Tested, TooFew
 from mprun.comparison.equivalence import (
     MOST_SEEDS,
     Interval,
-    level_after_a_test,
     outlier,
     seeds_needed,
 )
 from mprun.comparison.findings import Outcome, Question
+from mprun.comparison.looks import level_after_a_test
 from mprun.comparison.one_pair import pair_lines
 from mprun.comparison.wording import number_of, signed, size_text, suffix
 

@@ -1,4 +1,4 @@
-"""The stricter alpha of planned looks, against published constants and a simulation of its own."""
+"""The stricter alphas of looks, against published constants and simulations of their own."""
 
 import math
 
@@ -7,11 +7,15 @@ import pytest
 from scipy import stats
 
 from mprun.comparison import planned_looks
-from mprun.comparison.equivalence import (
+from mprun.comparison.equivalence import estimate, paired_interval
+from mprun.comparison.looks import (
     DRAWS,
+    NEVER,
+    hopeless,
     level_after_a_test,
     nominal_alpha,
     p_values,
+    spent_alphas,
 )
 from mprun.errors import BadInput
 
@@ -88,3 +92,106 @@ def test_looks_planned_after_a_test_do_not_hold_the_level(looks, level):
     crossed = (tests[0].pvalue <= 0.05) | (tests[1].pvalue <= nominal_alpha(looks))
     assert level_after_a_test(looks) == pytest.approx(crossed.mean(), abs=0.006)
     assert level_after_a_test(looks) == pytest.approx(level, abs=0.003)
+
+
+# In percent, of another program: 300,000 paths for 10 seeds, 200,000 for the others.
+SPENT = {
+    5: [2.32, 2.20, 2.73],
+    6: [1.82, 1.67, 2.07, 2.63],
+    8: [1.21, 0.91, 1.22, 1.55, 1.94, 2.42],
+    10: [0.80, 0.69, 0.84, 1.05, 1.31, 1.61, 1.92, 2.34],
+    12: [0.65, 0.50, 0.61, 0.77, 1.00, 1.18, 1.42, 1.66, 1.95, 2.27],
+}
+
+
+def spent_by(count, most):
+    return 0.05 * (count / most) ** 1.5
+
+
+@pytest.mark.parametrize("most", SPENT)
+def test_spent_alphas(most):
+    """The error of an alpha is about that of the share that crossed up to its look."""
+    alphas = spent_alphas(3, most)
+    assert alphas[0] == spent_by(3, most)  # nothing to simulate
+    for count, (alpha, percent) in enumerate(zip(alphas, SPENT[most], strict=True), 3):
+        error = math.sqrt(spent_by(count, most) * (1 / DRAWS + 1 / 200_000))
+        assert alpha == pytest.approx(percent / 100, abs=4 * error + 0.00005)
+
+
+@pytest.mark.parametrize(("first", "most"), [(3, 10), (5, 7)])
+@pytest.mark.few(1)
+def test_spent_share_recomputed_value_by_value(first, most):
+    draws = 40_000
+    values = np.random.default_rng(99).standard_normal((draws, most))
+    crossed = np.zeros(draws, dtype=bool)
+    for count, alpha in enumerate(spent_alphas(first, most), first):
+        test = stats.ttest_1samp(values[:, :count], 0.0, axis=1, alternative="less")
+        crossed |= test.pvalue <= alpha
+        spent = spent_by(count, most)
+        assert abs(crossed.mean() - spent) < 4 * math.sqrt(spent * (1 / draws + 1 / DRAWS))
+
+
+@pytest.mark.slow
+def test_spent_alphas_where_a_look_gets_few_paths():
+    """At 3 of 400 seeds 0.003 % are spent: 13 of all paths. Here 21 crossed, those of 4 seeds."""
+    alphas = spent_alphas(3, 400, seed=19)
+    assert len(alphas) == 398 and min(alphas) > 0 and max(alphas) == alphas[-1] < 0.05
+
+
+def test_one_look_spends_all():
+    assert spent_alphas(10, 10) == (0.05,)
+
+
+@pytest.mark.parametrize("looks", [(1, 5), (5, 4)])
+def test_looks_that_spend_nothing(looks):
+    with pytest.raises(ValueError, match=r"looks at \d to \d seeds"):
+        spent_alphas(*looks)
+
+
+def test_spent_alphas_do_not_change_from_call_to_call():
+    assert spent_alphas.__wrapped__(3, 6) == spent_alphas(3, 6) != spent_alphas(3, 6, seed=1)
+
+
+FIVE = [-2.0, -1.0, 0.0, 1.0, 2.0]  # variance 2.5, t(0.95, 4) = 2.131847
+T4 = 2.131847**2
+
+
+@pytest.mark.parametrize(
+    ("shift", "margin", "most", "needed"),
+    [
+        (0.0, 1.0, 3, 12),  # 11.36
+        (0.0, 1.0, 4, None),  # at most 12 are tried
+        (3.0, 1.0, 3, None),  # outside: 2.84
+        (0.5, 1.0, 10, 46),  # 45.4
+        (-0.5, 1.0, 10, 46),
+        (1.5, 1.0, 10, 46),  # outside by as much
+        (1.0, 1.0, 10, NEVER),
+        (1.0 + 1e-9, 1.0, 10, NEVER),
+    ],
+)
+def test_hopeless(shift, margin, most, needed):
+    own, base = [value + shift for value in FIVE], [0.0] * 5
+    assert hopeless(paired_interval(own, base), margin, most) == needed
+    # The level of a look plays no role, nor do units that squares of floats do not hold.
+    assert hopeless(paired_interval(own, base, 0.001), margin, most) == needed
+    for unit in (2.0**-700, 2.0**700):
+        tiny = paired_interval([value * unit for value in own], base)
+        assert hopeless(tiny, margin * unit, most) == needed
+
+
+def test_hopeless_of_a_ratio_and_of_samples_that_are_no_pairs():
+    own, base = [4.0 + value / 100 for value in FIVE], [4.0] * 5
+    ratio = estimate(own, base, "paired", relative=True)  # 2.5 * (0.01 / 4)^2
+    assert hopeless(ratio, 0.001, 10) == math.ceil(T4 * 2.5 * 6.25e-6 / 0.001**2) == 72
+    samples = estimate(own, own, "Welch", relative=False)  # 8 degrees of freedom
+    needed = math.ceil(stats.t.ppf(0.95, 8) ** 2 * 2 * 2.5e-4 / 0.004**2)
+    assert hopeless(samples, 0.004, 10) == needed == 109
+
+
+def test_nobody_gives_up_too_early():
+    four = paired_interval(FIVE[1:], [0.0] * 4)
+    assert hopeless(four, 0.1, 10) is None
+    equal = paired_interval([1.0] * 5, [0.0] * 5)
+    assert hopeless(equal, 2.0, 10) is None
+    unknown = estimate(FIVE, FIVE[::-1], "paired", relative=True)  # the baseline's mean is 0
+    assert hopeless(unknown, 0.1, 10) is None

@@ -2,8 +2,8 @@
 
 import pytest
 
-from mprun.comparison.equivalence import nominal_alpha
 from mprun.comparison.findings import Arm, Question, Verdict
+from mprun.comparison.looks import nominal_alpha
 from mprun.comparison.verdict import judge
 from mprun.errors import BadInput
 
