@@ -22,6 +22,7 @@ from mprun.config.option_files import conf_dir, named, option_files, values_in_f
 from mprun.entry_points import loaded, source_of
 from mprun.errors import DONE, BadInput, shortened
 from mprun.record.console import columns
+from mprun.record.seed_plan import SEED_WORDS
 from mprun.spelling import did_you_mean, key_called, must_be, nearest, word
 
 _TITLE = "mprun: what does lower precision do to a training run, compared with FP32?\n"
@@ -36,6 +37,9 @@ Use
   mprun model=resnet50 precision=amp        choose group=option, set key=value
   mprun -m precision=fp32,amp seed=0,1,2    sweep: one process per run; again:
                                             the missing runs
+  mprun -m precision=fp32,amp until=decided max_seeds=10
+                                            seeds are added until each mode is
+                                            decided (mprun --help until)
     hydra/launcher=joblib|submitit_local|submitit_slurm
                                             Hydra's launcher instead of -j
     hydra.launcher.KEY=VALUE                n_jobs (joblib), timeout_min,
@@ -120,6 +124,9 @@ def key_help(word: str, verbs: Collection[str], config_dir: str | None = None) -
     """Return the meaning of the key `word`, or the keys of the group; BadInput if it is neither."""
     if word in (*GROUPS, "compare") or any(key.startswith(f"{word}.") for key in FIELDS):
         return _keys_of(word, verbs, config_dir)
+    if word in SEED_WORDS:
+        rows = [f"  {name:<10} {meaning}" for name, meaning in SEED_WORDS.items()]
+        return filled("\n".join(["mprun -m ... until=decided max_seeds=10", *rows])) + "\n"
     key = word if word in FIELDS else word.rpartition(".")[0]
     # An entry of a mapping: precision.overrides.fc
     if key not in FIELDS or (key != word and FIELDS[key][0].default_factory is not dict):

@@ -18,8 +18,9 @@ from mprun.comparison.divergence import (
 )
 from mprun.comparison.equivalence import FEWEST_SEEDS, Interval
 from mprun.comparison.findings import Arm, Outcome, Question
-from mprun.comparison.looks import nominal_alpha
+from mprun.comparison.looks import hopeless, nominal_alpha, spent_alphas
 from mprun.comparison.one_pair import pair_facts
+from mprun.comparison.planned import more_needed
 from mprun.comparison.wording import number_of
 from mprun.errors import BadInput
 
@@ -92,6 +93,8 @@ class Look:
     at: int
     plan: tuple[int, ...]
     available: int  # seeds
+    spending: bool = False  # of a sweep until decided, not of `--looks`
+    hopeless: int | None = None  # about so many seeds would decide, so that the sweep stops
 
     @property
     def following(self) -> int | None:
@@ -142,6 +145,9 @@ class Decision:
             return self.result.wanted - self.result.values.fewest
         if self.result is None or self.name in CONCLUSIVE:
             return None
+        if self.look is not None and self.look.spending:
+            ends = self.look.plan[0], self.look.plan[-1]
+            return more_needed(self.result.interval, self.result.margin.size, *ends)
         if self.look is not None:
             following = self.look.following
             return None if following is None else following - self.look.available
@@ -171,11 +177,12 @@ def decide(arm: Arm, baseline: Arm, question: Question) -> Decision:
         decision.result = tested(values) if enough else _too_few(values, FEWEST_SEEDS)
     result = decision.result
     decision.name = result.name if isinstance(result, Tested) else "inconclusive"
-    if len(values.own) == 1 and [o.seed for o in ends[0]] == [o.seed for o in ends[1]]:
+    is_pair = not question.spending and len(values.own) == 1
+    if is_pair and [o.seed for o in ends[0]] == [o.seed for o in ends[1]]:
         outcome = values.own[0] - values.base[0], values.base[0]
         decision.facts = pair_facts(arm.runs[0], baseline.runs[0], question, outcome)
         decision.name = "one pair"
-    if any(decision.alone):
+    if any(decision.alone) and not question.spending:
         everything = _values(question, arms, ends, by_seed=False)
         with suppress(BadInput):  # the runs that were compared do have a margin
             if everything.fewest >= FEWEST_SEEDS:
@@ -228,6 +235,9 @@ def _values(
 
     of_own, of_base = ({one.seed: judged(one.value) for one in arm} for arm in ends)
     method, own_seeds, base_seeds = pairing(list(of_own), list(of_base), by_seed)
+    if question.spending:  # its alphas are those of pairs
+        shared = sorted(of_own.keys() & of_base)
+        method, own_seeds, base_seeds = "paired", shared, shared
     values = [of_own[seed] for seed in own_seeds], [of_base[seed] for seed in base_seeds]
     return Values(question, arms, method, own_seeds, base_seeds, *values)
 
@@ -294,10 +304,14 @@ def _decide_at_looks(decision: Decision, values: Values) -> None:
                 f"as many in both labels, {' or '.join(map(str, plan))}, or name the seeds"
             )
         taken = taken[-1:]  # the earlier looks were taken when there were no more runs
-    alpha = nominal_alpha(plan)
+    spending, enough = values.question.spending, None
+    alphas = spent_alphas(plan[0], plan[-1]) if spending else [nominal_alpha(plan)] * len(plan)
     for look in taken:
-        found = tested(values.first(look), alpha)
-        decision.result, decision.look = found, Look(look, plan, available)
+        found = tested(values.first(look), alphas[plan.index(look)])
+        if spending:
+            enough = hopeless(found.interval, found.margin.size, plan[-1])
+        decision.result = found
+        decision.look = Look(look, plan, available, spending, enough)
         if found.name in CONCLUSIVE:
             break
 

@@ -129,7 +129,9 @@ class Verdict:
     margin: float | None = None
     level: float = 0.90  # confidence of the interval
     needed: int | None = None  # about this many more seeds
-    look: int | None = None  # seeds at the look that decided, with --looks
+    look: int | None = None  # seeds at the look that decided, of several planned ones
+    most: int | None = None  # seeds at the last look of a sweep until decided
+    hopeless: int | None = None  # about so many seeds would decide; such a sweep stops there
     least_margin: float | None = None  # the smallest that these seeds can show
     left_out: list[str] = field(default_factory=list)  # runs, and parts of them, not judged
     facts: dict[str, Any] = field(default_factory=dict)  # of one run each, see `pair_facts`
@@ -220,6 +222,7 @@ class Question:
     margin_setting: float = 0.01
     window: int = 1  # evaluations averaged into an outcome
     looks: Sequence[int] = ()  # numbers of seeds, ascending from 3; empty: one test of all seeds
+    spending: bool = False  # looks of a sweep until decided, at the alphas of `spent_alphas`
     gan: bool = False  # its losses measure no progress
     by_seed: bool = True  # pair equal seeds; False: foreign logs without seeds
     pair_sd: float | None = None  # scatter of a pair's gap, as margin_setting, said after the runs

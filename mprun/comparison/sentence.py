@@ -38,7 +38,8 @@ def _parts(decision: Decision) -> Iterator[str]:
     else:
         yield from _tested(result, decision.look)
         if decision.look is not None:
-            yield _at_look(decision.look, result.name)
+            at_look = _of_sweep if decision.look.spending else _at_look
+            yield at_look(decision.look, result.name)
         elif decision.needed:
             yield _after_a_test(result.values, decision.needed)
     if without := without_partner(decision):
@@ -96,6 +97,8 @@ def _tested(found: Tested, look: Look | None) -> Iterator[str]:
         remedy = (
             f"wait for the look at {following} seeds" if following else "this was the last look"
         )
+        if look.hopeless is not None:
+            remedy = f"needs about {look.hopeless:,} seeds"
     margin, reference = found.margin.size, values.arms[1].reference
     yield sentence(found.name, found.interval, margin, question, reference, remedy)
     counted = number_of(values.fewest, question.counted)
@@ -123,6 +126,19 @@ def _at_look(look: Look, name: str) -> str:
     else:
         rest = f"; {unused} beyond it not used"
     return f"{text}{rest if look.available > look.at else ''}."
+
+
+def _of_sweep(look: Look, name: str) -> str:
+    """Say how far a sweep until decided is with a mode."""
+    of_most = f"{look.at} of at most {look.plan[-1]} seeds (planned looks, 5 % over all)"
+    if name in CONCLUSIVE:
+        unused = number_of(look.available - look.at)
+        return f"Decided after {of_most}{f'; {unused} not used' * (look.available > look.at)}."
+    if look.following is None:
+        return f"Undecided after {look.at} seeds, the most that were planned."
+    if look.hopeless is not None:
+        return f"Stopped after {of_most}."
+    return f"Open: look at {of_most}."
 
 
 def _after_a_test(values: Values, needed: int) -> str:

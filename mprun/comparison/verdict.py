@@ -4,7 +4,7 @@ import math
 import statistics
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +14,7 @@ from mprun.comparison.divergence import outcomes
 from mprun.comparison.findings import Arm, Group, Outcome, Question, Row, RunData, Verdict, is_gan
 from mprun.comparison.grouping import ProtoGroup, group_runs
 from mprun.comparison.load import audit_notes, audit_of, load_runs, post_mortems, skip_notes
+from mprun.comparison.planned import of_plan
 from mprun.comparison.sentence import sentence_of, without_partner
 from mprun.errors import BadInput, MprunError
 from mprun.record.metric_facts import Metric, stated
@@ -26,7 +27,18 @@ FIRST_STEPS_WARNING = 0.05
 
 
 def judge(arm: Arm, baseline: Arm, question: Question) -> tuple[Verdict, list[Outcome]]:
-    """Return the verdict on `arm`, and the outcomes of its runs; BadInput: see `decide`."""
+    """Return the verdict on `arm`, and the outcomes of its runs; BadInput: see `decide`.
+
+    Runs of a sweep until decided are judged by the plan in their records.
+    """
+    plan, arm, baseline = of_plan(arm, baseline)
+    if plan is not None and question.looks:
+        raise BadInput(
+            f"--looks {','.join(map(str, question.looks))}: {arm.label} has looks planned before "
+            f"its runs, at {plan.first} to {plan.most} seeds (until=decided); leave --looks out"
+        )
+    if plan is not None:
+        question = replace(question, looks=plan.looks, spending=True)
     decision = decide(arm, baseline, question)
     return _verdict(decision), decision.ends[0]
 
@@ -41,6 +53,8 @@ def _verdict(decision: Decision) -> Verdict:
         *(name, sentence, values.method, values.own_seeds, values.base_seeds),
         needed=decision.needed,
         look=None if decision.look is None else decision.look.at,
+        most=decision.question.looks[-1] if decision.question.spending else None,
+        hopeless=None if decision.look is None else decision.look.hopeless,
         left_out=[without] * bool(without) + decision.left_out,
         facts=decision.facts,
     )

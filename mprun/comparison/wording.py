@@ -338,6 +338,11 @@ def judged(comparison: Comparison, group: Group) -> str:
     text += "." if group.baseline.arm.foreign else f"; {costs_text(group)}."
     if comparison.looks:
         text += f" Looks planned at {', '.join(map(str, comparison.looks))} seeds."
+    planned = [(row.arm.label, row.verdict.most) for row in group.rows if row.verdict.most]
+    for most in sorted({most for _, most in planned}):
+        labels = [label for label, own in planned if own == most]
+        of = f" of {', '.join(labels)}" * (len(labels) < len(group.rows))
+        text += f" Seeds{of} added until decided, at most {most}: looks hold 5 % over all."
     return text
 
 

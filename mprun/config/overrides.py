@@ -14,6 +14,7 @@ from hydra.core.override_parser.types import Glob, Override, Quote, QuotedString
 from mprun.config.keys import FIELDS, PATHS, wanted
 from mprun.config.registry import COMPONENTS
 from mprun.errors import BadInput, shortened
+from mprun.record.seed_plan import SEED_WORDS
 
 # The mapping from module-name patterns to dtypes: its keys hold dots and stars.
 MAPPING = "precision.overrides"
@@ -153,6 +154,19 @@ def split_launcher(overrides: Iterable[str]) -> tuple[list[str], list[str]]:
     return launcher, [text for text in given if text not in launcher]
 
 
+def split_seed_words(overrides: Iterable[str]) -> tuple[dict[str, str], list[str]]:
+    """Return (the words of SEED_WORDS that are given -> value; all the other overrides)."""
+    given: dict[str, str] = {}
+    others = []
+    for text in overrides:
+        key, equals, value = text.lstrip("+").partition("=")
+        if equals and key in SEED_WORDS:
+            given[key] = value
+        else:
+            others.append(text)
+    return given, others
+
+
 MOST_RUNS = 10_000  # of a sweep
 
 
@@ -257,6 +271,8 @@ def _refuse(override: Override, text: str) -> None:
         raise BadInput(f"'{printable(text)}': not of the form key=value (no key)")
     if _is_of_launcher(key):
         raise BadInput(f"{key}: only a sweep (-m) has a launcher")
+    if key in SEED_WORDS:
+        raise BadInput(f"{printable(text)}: only a sweep (-m) adds seeds")
     if re.split(r"[./]", key)[0] == "hydra":
         name = key.replace("/", ".").removeprefix("hydra.")
         why = next((why for names, why in _HYDRA if name.startswith(names)), _NO_HYDRA)

@@ -21,6 +21,7 @@ from mprun.config.schema import DTYPES, RunConfig
 from mprun.config.trust import check_own_code
 from mprun.errors import BadInput, no_folder, shortened
 from mprun.record.metric_facts import with_judged
+from mprun.record.seed_plan import SeedPlan
 from mprun.spelling import word
 
 
@@ -188,6 +189,10 @@ def _compare(config: RunConfig) -> Iterator[str]:
         yield f"compare.pair_sd={compare.pair_sd:g}: needs compare.pair_sd_source, what it is of"
     if compare.pair_sd is None and compare.pair_sd_source is not None:
         yield f"compare.pair_sd_source={source}: needs compare.pair_sd, the scatter that it is of"
+    try:
+        SeedPlan.of(compare.plan)
+    except ValueError as error:
+        yield str(error)
     train = config.train
     if train.steps is not None and window > 1:
         # The last step is always evaluated.

@@ -26,6 +26,7 @@ from mprun.config.fields import (
     setting,
     share,
 )
+from mprun.config.judging import CompareConfig
 from mprun.config.registry import (
     OPTIMIZERS,
     SCALERS,
@@ -36,7 +37,7 @@ from mprun.config.registry import (
     optimizer,
     scaler,
 )
-from mprun.record.keys import INTERVAL, JUDGED, LABEL, LENGTH, MACHINE, READING, SEED
+from mprun.record.keys import INTERVAL, LABEL, LENGTH, MACHINE, READING, SEED
 
 DTYPES = ("fp32", "fp16", "bf16")
 MAX_STEPS = 10_000_000
@@ -365,6 +366,11 @@ class CompareConfig:
     )
     baseline: str = setting("fp32", "Precision mode against which the others are judged")
     window: int = count(1, "Number of last evaluations to average into a run's outcome")
+    plan: list[int] | None = setting(
+        None,
+        "First seed, seeds of the first look, most seeds; -m until=decided sets it; null: no looks",
+        role=LABEL,
+    )
     pair_sd: float | None = positive(
         None, "Known scatter (sd) of one pair's gap, in the margin's unit; null: none", role=LABEL
     )

@@ -62,7 +62,7 @@ class Keys:
 
     def role_of(self, key: str) -> Role:
         """Return the role of a dotted key."""
-        return {"seed": SEED, "name": LABEL}.get(key, RESULT)
+        return {"seed": SEED, "name": LABEL, "compare.plan": LABEL}.get(key, RESULT)
 
     def current(self, config: dict[str, Any]) -> dict[str, Any]:
         """Return a configuration recorded by an earlier version with the keys of this one."""

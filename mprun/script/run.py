@@ -28,6 +28,7 @@ from mprun.precision.policy import usual_scaler
 from mprun.record.metric_facts import as_record, stated, told_by_name
 from mprun.record.run_directory import path_safe
 from mprun.record.run_record import Outcome
+from mprun.record.seed_plan import SeedPlan
 from mprun.recording.environment import number_formats
 from mprun.script.recorder import Recorder, configuration, name_of
 from mprun.script.told import Told
@@ -80,6 +81,8 @@ class Run:
         BadInput: the directory cannot be made.
     """
 
+    _seed_plan: SeedPlan | None = None  # of a sweep until decided
+
     def __init__(
         self,
         folder: str | Path,
@@ -128,6 +131,8 @@ class Run:
         usual, scaler = usual_scaler(task.policy.name), task.first.scaler_name
         script = Path(sys.argv[0]) if sys.argv and sys.argv[0] else None
         compare: dict[str, Any] = {"metric": metric, "margin": margin, "window": 1}
+        if self._seed_plan is not None:
+            compare["plan"] = self._seed_plan.as_list()
         judged = stated(metric, higher_is_better)
         values = configuration(task, config, seed, script, compare)
         own = "" if scaler == usual else f"-{scaler}"

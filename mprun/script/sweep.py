@@ -12,7 +12,7 @@ import operator
 import random
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from html import escape
 from pathlib import Path
@@ -26,6 +26,7 @@ from mprun.errors import needing, shortened
 from mprun.precision.policy import get_policy
 from mprun.prepared.prepare import Model, Opt, Options, prepare
 from mprun.record.console import columns
+from mprun.record.seed_plan import FEWEST, MOST, MOST_BY_DEFAULT, SeedPlan
 from mprun.script.run import Run
 
 if TYPE_CHECKING:
@@ -45,8 +46,15 @@ class SweptRun(Run):
 
     status = "not prepared"
 
-    def __init__(self, precision: str, seed: int, progress: _Progress, recorded: dict[str, Any]):
-        self.precision, self.seed = precision, seed
+    def __init__(
+        self,
+        precision: str,
+        seed: int,
+        plan: SeedPlan | None,
+        progress: _Progress,
+        recorded: dict[str, Any],
+    ):
+        self.precision, self.seed, self._seed_plan = precision, seed, plan
         self._progress, self._recorded = progress, recorded
 
     def prepare(
@@ -100,6 +108,8 @@ def sweep(
     margin: float | None = None,
     higher_is_better: bool | None = None,
     log_every: int = 50,
+    until: str | None = None,
+    max_seeds: int | None = None,
 ) -> ComparedRuns:
     """Call `train(run)` for each mode and seed, record every run and compare the modes with FP32.
 
@@ -108,13 +118,20 @@ def sweep(
     step, and `run.evaluate(loss=...)` at its end. A run that diverges is a result; the sweep goes
     on. Any other error ends it.
 
+    With `until="decided"` seeds are added, one a round for FP32 and the modes that are still open,
+    up to `max_seeds`. Looks at every number of seeds are planned in each record before its run, so
+    that the verdicts keep their error rate of 5 %.
+
     Args:
         train: the function; it may read `run.precision` and `run.seed`.
         modes: names of precision modes; FP32 among them is the baseline.
-        seeds: how many (3: 0, 1, 2), or which ones.
+        seeds: how many (3: 0, 1, 2), or which ones. With `until` those of the first look, at least
+            3 that follow one another; the others follow them.
         folder: parent of the run directories; None: outputs/ and the function's name.
         config: settings that decide on the result, as for `mprun.Run`.
         data, metric, margin, higher_is_better, log_every: as for `mprun.Run`.
+        until: "decided", or None: all `seeds` of every mode.
+        max_seeds: the most seeds of a mode with `until` (None: 10; at most 50).
 
     Returns:
         The comparison of these runs: `verdicts`, `curves`, `figure()`, `write(folder)`. A notebook
@@ -127,6 +144,7 @@ def sweep(
         from mprun.comparison import compare, equivalence  # noqa: F401  with scipy
 
     modes, seeds = _modes(modes), _seeds(seeds)
+    plan = _planned(until, max_seeds, seeds, modes)
     name = getattr(train, "__name__", "train")
     recorded: dict[str, Any] = {
         "folder": Path("outputs") / name if folder is None else folder,
@@ -135,22 +153,68 @@ def sweep(
     }
     recorded |= {"data": data, "metric": metric, "margin": margin, "log_every": log_every}
     recorded["higher_is_better"] = higher_is_better
-    cells = [(mode, seed) for seed in seeds for mode in modes]
-    progress, directories = _Progress(len(cells)), []
+    progress = _Progress()
+    ended: dict[tuple[int, int], Path] = {}  # place of the mode, seed -> directory
     try:
-        for mode, seed in cells:
-            random.seed(seed)
-            np.random.seed(seed)
-            torch.manual_seed(seed)  # of every device
-            run = SweptRun(mode, seed, progress, recorded)
-            with run:
-                train(run)
-            _check(run, name, metric)
-            directories.append(run.directory)
-            progress.ended(run)
+        for cells in _rounds(modes, seeds, plan, ended, progress):
+            progress.total += len(cells)
+            for place, seed in cells:
+                random.seed(seed)
+                np.random.seed(seed)
+                torch.manual_seed(seed)  # of every device
+                run = SweptRun(modes[place], seed, plan, progress, recorded)
+                with run:
+                    train(run)
+                _check(run, name, metric)
+                ended[place, seed] = run.directory
+                progress.ended(run)
     finally:
         progress.close()
-    return compare(directories)
+    return compare([*ended.values()])
+
+
+def _rounds(
+    modes: Sequence[str],
+    seeds: Sequence[int],
+    plan: SeedPlan | None,
+    ended: Mapping[tuple[int, int], Path],
+    progress: _Progress,
+) -> Iterator[list[tuple[int, int]]]:
+    """Yield place in `modes` and seed of the runs of each round; `ended` then has them."""
+    if plan is None:
+        yield [(place, seed) for seed in seeds for place in range(len(modes))]
+        return
+    from mprun.comparison.rounds import Rounds, SweptArm
+
+    rounds = Rounds([SweptArm(mode, plan) for mode in modes])
+    while cells := rounds.following():
+        yield cells
+        rounds.judge(ended)
+        progress.say(rounds.news)
+
+
+def _planned(
+    until: str | None, most: int | None, seeds: Sequence[int], modes: Sequence[str]
+) -> SeedPlan | None:
+    """Return the plan of the looks; None: there is one test of all seeds."""
+    if until is None and most is not None:
+        raise ValueError(f"max_seeds={most}: only with until='decided'")
+    if until is None:
+        return None
+    if until != "decided":
+        raise ValueError(f"until={until!r}: must be 'decided', or None")
+    if len(modes) < 2:
+        raise ValueError(f"modes={[*modes]}: until='decided' needs a mode beside {_BASELINE}")
+    first = len(seeds)
+    if first < FEWEST or [*seeds] != [*range(seeds[0], seeds[0] + first)]:
+        raise ValueError(
+            f"seeds={[*seeds]}: with until='decided' those of the first look, at least {FEWEST} "
+            "that follow one another"
+        )
+    most = max(first, MOST_BY_DEFAULT) if most is None else most
+    if type(most) is not int or not first <= most <= MOST:
+        raise ValueError(f"max_seeds={most!r}: must be from {first} (seeds) to {MOST}")
+    return SeedPlan(seeds[0], first, most)
 
 
 def _modes(given: Iterable[str]) -> list[str]:
@@ -193,8 +257,8 @@ def _check(run: SweptRun, name: str, metric: str) -> None:
 class _Progress:
     """A bar in a notebook and on a terminal, otherwise a line a run."""
 
-    def __init__(self, total: int):
-        self.total, self.done, self.shown, self.text = total, 0, 0.0, ""
+    def __init__(self) -> None:
+        self.total, self.done, self.shown, self.text = 0, 0, 0.0, ""
         self.terminal = sys.stderr.isatty()
         self.handle: Any = None
         shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
@@ -217,6 +281,12 @@ class _Progress:
         self._draw(text)
         if self.handle is None and not self.terminal:
             print(f"{self.done} of {self.total} runs; {text}", file=sys.stderr, flush=True)
+
+    def say(self, lines: Iterable[str]) -> None:
+        """Print lines that stay, above the bar."""
+        for line in lines:
+            start = "\r\x1b[K" if self.terminal and self.handle is None else ""
+            print(f"{start}{line}", file=sys.stderr, flush=True)
 
     def close(self) -> None:
         if self.terminal and self.handle is None:

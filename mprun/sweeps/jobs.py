@@ -9,10 +9,11 @@ from pathlib import Path
 from mprun.config.keys import current, is_as_hashed
 from mprun.errors import BadInput, Damaged
 from mprun.file_system import is_held
-from mprun.record.keys import config_hash
+from mprun.record.keys import config_hash, flat
 from mprun.record.run_directory import locked, read_config, refuse_link
 from mprun.record.run_record import OUTCOMES, Record, read_record
 from mprun.record.seal import check_seal
+from mprun.record.seed_plan import KEY
 
 # A directory without a lock file may belong to a run that has just made it.
 _CLAIM_S = 10.0
@@ -34,6 +35,8 @@ class Cell:
     devices: str = "1"
     outside: tuple[str, ...] = ()  # the code and the paths that the sweep names, as overrides
     data_places: tuple[tuple[str, str | None], ...] = ()  # from `data_places`
+    plan: tuple[int, ...] | None = None  # in its record, as `SeedPlan.as_list`
+    any_plan: bool = True  # whether a run of another plan, or of none, serves as well
 
     @property
     def log(self) -> Path:
@@ -170,6 +173,7 @@ def _check_same(cell: Cell, record: dict) -> None:
             f"{cell.directory}: holds a run of another configuration; use name= for "
             "a separate sweep"
         )
+    _check_plan(cell, record)
     recorded = dict(data_places(record.get("config", {})))
     for key, here in cell.data_places:
         there = recorded.get(key)
@@ -178,6 +182,19 @@ def _check_same(cell: Cell, record: dict) -> None:
                 f"{cell.directory}: holds a run {_DATA_PLACES[key]} {there or 'null'}, not in "
                 f"{here or 'null'}; use name= for a separate sweep"
             )
+
+
+def _check_plan(cell: Cell, record: dict) -> None:
+    """Raise BadInput if looks at a run cannot have been planned before it."""
+    if cell.any_plan or cell.plan is None or record["status"] == "failed":  # which is put aside
+        return
+    there = flat(record.get("config", {})).get(KEY)
+    if there != list(cell.plan):
+        what = "without a plan" if there is None else f"under the plan {there}"
+        raise BadInput(
+            f"{cell.directory}: recorded {what}, so its value may be known: until=decided needs "
+            f"seeds that no run of this mode has had; give the first of them with seed="
+        )
 
 
 def _in_use(directory: Path) -> bool:

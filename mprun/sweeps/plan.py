@@ -37,6 +37,7 @@ from mprun.config.overrides import (
     parse_overrides,
     printable,
     split_launcher,
+    split_seed_words,
     sweep_values,
 )
 from mprun.config.trust import as_overrides
@@ -44,6 +45,7 @@ from mprun.errors import BadInput
 from mprun.record.keys import config_hash
 from mprun.spelling import must_be
 from mprun.sweeps.jobs import Cell, data_places
+from mprun.sweeps.seeds import UntilDecided, asked, refuse_lone_modes, refuse_swept_seed
 
 # launcher -> the extra of mprun that installs it
 LAUNCHERS = {"joblib": "joblib", "submitit_local": "slurm", "submitit_slurm": "slurm"}
@@ -129,6 +131,7 @@ class Plan:
     config_dir: str | None
     launcher: str | None  # one of LAUNCHERS; None: this process starts the runs itself
     launcher_overrides: tuple[str, ...] = ()  # that choose and configure it
+    until: UntilDecided | None = None  # not all cells may be needed
 
 
 def plan(overrides: list[str], config_dir: str | None) -> Plan:
@@ -138,6 +141,8 @@ def plan(overrides: list[str], config_dir: str | None) -> Plan:
     keys in its name. A finished run there counts as the cell's.
     """
     of_launcher, overrides = split_launcher(overrides)
+    words, overrides = split_seed_words(overrides)
+    until = asked(words)
     launcher = checked_launcher(of_launcher)
     parsed = parse_overrides(overrides, sweep=True)
     swept = frozenset(o.key_or_group for o in parsed if o.is_sweep_override())
@@ -145,18 +150,26 @@ def plan(overrides: list[str], config_dir: str | None) -> Plan:
         raise BadInput("output_dir, resume: not with -m; each run of a sweep has its own directory")
     if "output_root" in swept:
         raise BadInput("output_root: one value; all runs of a sweep are in one folder")
+    if until is not None:
+        refuse_swept_seed(swept)
+        swept |= {"seed"}
     with hydra_session(config_dir):
         values = [
             sweep_values(o, group_options(o.key_or_group)) if o.is_sweep_override() else [text]
             for o, text in zip(parsed, overrides, strict=True)
         ]
-    count = math.prod(map(len, values))
+    count = math.prod(map(len, values)) * (1 if until is None else until.most)
     if count > MOST_RUNS:
         raise BadInput(f"-m: {count:,} runs; must be at most {MOST_RUNS:,} in one sweep")
     if count > 200:  # a second or more
         print(f"mprun: checking the configurations of {count:,} runs", file=sys.stderr)
     kept: Kept = {}
     composed = [compose_config(one, config_dir, kept=kept) for one in product(*values)]
+    if until is not None:
+        refuse_lone_modes(composed)
+        several = [until.overrides(one.overrides, one.config.seed) for one in composed]
+        every = [one for same_seed in zip(*several, strict=True) for one in same_seed]
+        composed = [compose_config(one, config_dir, kept=kept) for one in every]
     if (nodes := max(one.config.nodes for one in composed)) > 1:
         raise BadInput(
             f"nodes={nodes}: a run of a sweep uses one machine (allowed: 1); for several "
@@ -168,20 +181,24 @@ def plan(overrides: list[str], config_dir: str | None) -> Plan:
         raise BadInput("-m: two runs of the sweep are the same; leave out the repeated value")
     parents = {directory.parent for directory in directories}
     root = parents.pop() if len(parents) == 1 else Path(composed[0].config.output_root)
-    return Plan(tuple(cells), root, swept, config_dir, launcher, tuple(of_launcher))
+    return Plan(tuple(cells), root, swept, config_dir, launcher, tuple(of_launcher), until)
 
 
 def _cell(composed: Composed, swept: frozenset[str]) -> Cell:
-    plain = composed.as_dict()
+    plain, config = composed.as_dict(), composed.config
+    # The baseline's values tell nothing of a mode, so that any run of it serves.
+    free = composed.choices["precision"] == config.compare.baseline or config.compare.plan is None
     return Cell(
         composed.overrides,
         composed.place(swept),
         config_hash(plain),
         mode=str(composed.choices["precision"]),
-        scaler=composed.config.scaler.name,
-        seed=composed.config.seed,
-        device=composed.config.device,
-        devices=composed.config.devices,
+        scaler=config.scaler.name,
+        seed=config.seed,
+        device=config.device,
+        devices=config.devices,
         outside=as_overrides(plain),
         data_places=data_places(plain),
+        plan=None if config.compare.plan is None else tuple(config.compare.plan),
+        any_plan=free,
     )

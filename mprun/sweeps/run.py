@@ -6,6 +6,7 @@ import signal
 import sys
 import time
 from collections import deque
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
@@ -19,6 +20,7 @@ from mprun.sweeps.gpus import Gpus, available_cores, visible_gpus
 from mprun.sweeps.jobs import Cell, State, damage_of, put_aside, state_of
 from mprun.sweeps.plan import Plan, plan
 from mprun.sweeps.status_page import StatusPage
+from mprun.sweeps.until import SeedRounds
 from mprun.training.signals import Interruption
 
 
@@ -73,6 +75,8 @@ def sweep(
     loop = SweepLoop(page, jobs, stall_after, rerun_damaged)
     code = loop.run()
     print(page.table(columns(1000, sys.stdout) if sys.stdout.isatty() else None))
+    if isinstance(loop.rounds, SeedRounds):
+        loop.rounds.say()
     print(f"sweep: {planned.root}", flush=True)
     if not says_next:
         return code
@@ -118,31 +122,25 @@ class SweepLoop:
         # A launcher places its jobs itself.
         self.gpus = Gpus([] if self.plan.launcher else visible_gpus())
         self.codes: list[int] = []
-        ended = (State.FINISHED, State.DAMAGED)
-        finished = [cell for cell in self.plan.cells if state_of(cell) in ended]
-        found = ((cell, damage_of(cell.directory)) for cell in finished)
-        damaged = {cell: damage for cell, damage in found if damage is not None}
-        finished = [cell for cell in finished if cell not in damaged]
-        left_out = {*finished, *(() if rerun_damaged else damaged)}
-        self.waiting = deque(cell for cell in self.plan.cells if cell not in left_out)
+        self.rerun_damaged, self.left_damaged = rerun_damaged, False
+        self.waiting: deque[Cell] = deque()
+        self.rounds: Iterable[Sequence[Cell]] = [self.plan.cells]
+        if self.plan.until is not None:
+            self.rounds = SeedRounds(self.plan.cells, page)
+        self.following = iter(self.rounds)
+        finished = self._take(next(self.following))
         count, at_once = len(self.waiting), self.gpus.at_once(self.waiting)
-        self.left_damaged = bool(damaged) and not rerun_damaged
-        for cell, damage in damaged.items():
-            if rerun_damaged:
-                put_aside(cell, finished=True)
-                print(f"mprun: {damage}; it is put aside and run again", file=sys.stderr)
-            else:
-                page.damaged(cell, damage)
-                self.codes.append(DAMAGED)
-        whole = "all" if len(finished) == len(self.plan.cells) else len(finished)
+        whole = "all" if finished == len(page.cells) else finished
         already = f", {whole} finished already" if finished else ""
-        print(f"sweep of {len(self.plan.cells)} runs in {self.plan.root}{already}", file=sys.stderr)
+        what = f"{len(page.cells)} runs in {self.plan.root}"
+        if isinstance(self.rounds, SeedRounds) and self.plan.until is not None:
+            what += f", then more until decided, at most {self.plan.until.most} seeds"
+            already = f", {self.rounds.finished} finished already" if finished else ""
+        print(f"sweep of {what}{already}", file=sys.stderr)
         self.jobs = jobs or 1
         if at_once < min(self.jobs, count):
             print(f"mprun: -j {jobs}: {self.gpus.in_words(self.waiting)}", file=sys.stderr)
             self.jobs = at_once
-        for cell in finished:
-            page.finished(cell)
         self.running: list[Attempt | Job] = []
         self.look_again = 0.0
         self.announced = False  # whether the user has been told of the stop
@@ -153,11 +151,42 @@ class SweepLoop:
         self.console = _Console() if self.jobs == 1 and not self.plan.launcher else None
         page.follows = self.console is None and draws(sys.stderr)
 
+    def _take(self, cells: Sequence[Cell]) -> int:
+        """Let the cells of a round wait, but for the finished ones; return how many those are."""
+        ended = (State.FINISHED, State.DAMAGED)
+        finished = [cell for cell in cells if state_of(cell) in ended]
+        found = ((cell, damage_of(cell.directory)) for cell in finished)
+        damaged = {cell: damage for cell, damage in found if damage is not None}
+        finished = [cell for cell in finished if cell not in damaged]
+        left_out = {*finished, *(() if self.rerun_damaged else damaged)}
+        if self.plan.until is not None:
+            self.page.cells += cells
+        self.waiting += (cell for cell in cells if cell not in left_out)
+        self.left_damaged |= bool(damaged) and not self.rerun_damaged
+        for cell, damage in damaged.items():
+            if self.rerun_damaged:
+                put_aside(cell, finished=True)
+                print(f"mprun: {damage}; it is put aside and run again", file=sys.stderr)
+            else:
+                self.page.damaged(cell, damage)
+                self.codes.append(DAMAGED)
+        for cell in finished:
+            self.page.finished(cell)
+        return len(finished)
+
+    def _goes_on(self) -> bool:
+        """Return whether runs are left, of this round or of another one."""
+        while not (self.waiting or self.running) and self.stop.reason is None:
+            if (cells := next(self.following, None)) is None:
+                return False
+            self._take(cells)
+        return bool(self.waiting or self.running)
+
     def run(self) -> int:
         """Run the cells; return the exit code of the sweep."""
         try:
             with self.stop:
-                while self.waiting or self.running:
+                while self._goes_on():
                     if self.stop.reason is not None:
                         self._end_all()
                     elif self.waiting and time.monotonic() >= self.look_again:

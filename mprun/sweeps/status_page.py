@@ -36,6 +36,8 @@ class StatusPage:
 
     def __init__(self, planned: Plan, command: str):
         self.plan, self.command = planned, command
+        # Those wanted so far; rounds add to them.
+        self.cells = list(planned.cells) if planned.until is None else []
         names = sorted(self._name(cell) for cell in planned.cells)
         digest = hashlib.sha256("\n".join(names).encode()).hexdigest()[:8]
         self.path = planned.root / f"sweep-{digest}.md"
@@ -83,10 +85,10 @@ class StatusPage:
         if cell in self.since:
             self.seconds[cell] = time.monotonic() - self.since[cell]
             words.append(_clock(self.seconds[cell]))
-        ended = len(self.plan.cells) - len(self._unfinished())
+        ended = len(self.cells) - len(self._unfinished())
         if (left := self._left()) is not None:
             words.append(f"ETA {_clock(left)}")
-        self._say(f"[{ended}/{len(self.plan.cells)}] ", cell, ", ".join(words))
+        self._say(f"[{ended}/{len(self.cells)}] ", cell, ", ".join(words))
         line = last_line(cell) if cause == outcome.words else outcome.words
         if outcome.code not in (DONE, DIVERGED, PREEMPTED) and line and line not in cause:
             self.tell(f"    {cell.directory.name}: {line}")
@@ -119,13 +121,13 @@ class StatusPage:
 
     def table(self, width: int | None = None) -> str:
         """Return the mode table over all cells that have been started."""
-        records = map(self._record, counted(self.plan.cells, "reading the runs of the table"))
+        records = map(self._record, counted(self.cells, "reading the runs of the table"))
         return table([record for record in records if record is not None], self.plan.swept, width)
 
     def to_finish(self) -> list[str]:
         """Return a line for each cell that a command of its own finishes: status and command."""
         lines = []
-        for cell in self.plan.cells:
+        for cell in self.cells:
             if state_of(cell) is State.RESUMABLE:
                 record: dict = record_of(cell.directory) or {}
                 step, steps = record.get("last_step", "?"), record.get("steps", "?")
@@ -146,7 +148,7 @@ class StatusPage:
             write_text(self.path, self._text())
 
     def _text(self) -> str:
-        rows = [self._row(cell) for cell in self.plan.cells]
+        rows = [self._row(cell) for cell in self.cells]
         header = ["run", "status", "step", "loss", "seconds"]
         return (
             f"# Sweep of {len(rows)} runs\n\n    {self.command}\n\n"
@@ -197,7 +199,7 @@ class StatusPage:
 
     def _unfinished(self) -> list[Cell]:
         states = ("waiting", "running", _IN_USE)
-        return [cell for cell in self.plan.cells if self.words.get(cell, "waiting") in states]
+        return [cell for cell in self.cells if self.words.get(cell, "waiting") in states]
 
     def _left(self) -> float | None:
         """Estimate the seconds until the last cell ends from those that ended; None: unknown."""

@@ -83,7 +83,7 @@ def test_only_these_keys_have_another_role_than_that_of_a_result():
         *("device", "threads"),
         *("train", "data", "devices", "nodes", "restarts", "dist", "verbose", "compare"),
     }
-    assert len(told) == 40
+    assert len(told) == 41
 
 
 def test_a_key_has_one_role_in_all_models_and_data_sources():
