@@ -192,8 +192,8 @@ def _check_plan(cell: Cell, record: dict) -> None:
     if there != list(cell.plan):
         what = "without a plan" if there is None else f"under the plan {there}"
         raise BadInput(
-            f"{cell.directory}: recorded {what}, so its value may be known: until=decided needs "
-            f"seeds that no run of this mode has had; give the first of them with seed="
+            f"{cell.directory}: recorded {what}; until=decided needs seeds whose values nobody has "
+            "seen: give another first one, seed=N"
         )
 
 
