@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -121,6 +121,20 @@ def assess(
     for row in [] if question.gan else group.rows:
         _check_first_steps(row, base)
     return group
+
+
+def scatters(proto: ProtoGroup) -> Iterator[tuple[Arm, Tested]]:
+    """Yield each mode that has a test, and the test of all its seeds, whatever looks are planned.
+
+    BadInput: see `judge`.
+    """
+    keys = proto.keys
+    if (name := keys.get("compare.metric")) is not None and "compare.window" in keys:
+        question = _question(proto, _metric(proto, name, None), None, False)
+        for arm in proto.arms:
+            result = decide(arm, proto.baseline, question).result
+            if isinstance(result, Tested):
+                yield arm, result
 
 
 def comparable(*folders: Path) -> bool:

@@ -26,7 +26,6 @@ from mprun.config.fields import (
     setting,
     share,
 )
-from mprun.config.judging import CompareConfig
 from mprun.config.registry import (
     OPTIMIZERS,
     SCALERS,
@@ -37,7 +36,7 @@ from mprun.config.registry import (
     optimizer,
     scaler,
 )
-from mprun.record.keys import INTERVAL, LABEL, LENGTH, MACHINE, READING, SEED
+from mprun.record.keys import INTERVAL, JUDGED, LABEL, LENGTH, MACHINE, READING, SEED
 
 DTYPES = ("fp32", "fp16", "bf16")
 MAX_STEPS = 10_000_000

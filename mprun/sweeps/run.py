@@ -16,6 +16,7 @@ from mprun.record.console import columns, draws, to_watch
 from mprun.record.run_directory import is_at
 from mprun.sweeps.attempt import Attempt, Start, exit_code, failed_elsewhere, quickest_start
 from mprun.sweeps.batch import Batch, Job
+from mprun.sweeps.foresight import foresight
 from mprun.sweeps.gpus import Gpus, available_cores, visible_gpus
 from mprun.sweeps.jobs import Cell, State, damage_of, put_aside, state_of
 from mprun.sweeps.plan import Plan, plan
@@ -73,6 +74,8 @@ def sweep(
         command += [] if value is None else [flag, str(value)]
     page = StatusPage(planned, shlex.join(command))
     loop = SweepLoop(page, jobs, stall_after, rerun_damaged)
+    if loop.waiting and (line := foresight(planned)) is not None:
+        print(line, file=sys.stderr)
     code = loop.run()
     print(page.table(columns(1000, sys.stdout) if sys.stdout.isatty() else None))
     if isinstance(loop.rounds, SeedRounds):

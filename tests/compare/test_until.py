@@ -172,7 +172,7 @@ def test_only_open_modes_and_their_baseline_get_another_seed(tmp_path, capsys):
     modes = {"fp32": [0.0] * 10, "amp": EVERY, "amp_bf16": SLOWER}
     asked, lines = in_rounds(tmp_path, modes)
     assert asked["amp"] == [0, 1, 2]
-    # By hand: at 6 seeds s = 0.0084, t(1 - .0105, 5) = 3.3: half a width of 0.011, and 1 % is 0.021.
+    # By hand: at 6 seeds s = 0.0084, t(1 - .0105, 5) = 3.3, half the width 0.011; 1 % is 0.021.
     assert asked["fp32"] == asked["amp_bf16"] == [0, 1, 2, 3, 4, 5]
     words = "of at most 10 seeds (planned looks, 5 % over all)"
     assert lines == [f"amp: matches after 3 {words}", f"amp_bf16: matches after 6 {words}"]
