@@ -32,7 +32,8 @@ from mprun.cli.help import GROUPS, _options_of
 from mprun.config.compose import compose_config, group_options, hydra_session
 from mprun.config.keys import FIELDS
 from mprun.config.option_files import conf_dir
-from mprun.config.overrides import parse_overrides, sweep_values
+from mprun.config.overrides import parse_overrides, split_seed_words, sweep_values
+from mprun.sweeps.seeds import asked
 
 from ..pages import ROOT, with_programs
 
@@ -167,8 +168,8 @@ def test_a_command_can_be_typed(command):
 
 def _check_mprun(words: list[str]) -> None:
     if "--help" in words:
-        asked = {word.partition("=")[0] for word in words} - {"--help"}
-        assert asked <= {*FIELDS, *GROUPS, *verbs(), "compare"}
+        helped = {word.partition("=")[0] for word in words} - {"--help"}
+        assert helped <= {*FIELDS, *GROUPS, *verbs(), "compare"}
         return
     options, verb = [name for a in _arguments()._actions for name in a.option_strings], ""
     if words and not words[0].startswith("-") and "=" not in words[0]:
@@ -181,6 +182,9 @@ def _check_mprun(words: list[str]) -> None:
         return
     overrides = [word for word in words if "=" in word and not word.startswith("-")]
     overrides = [word for word in overrides if not PLACEHOLDER.search(word)]
+    if "-m" in words:
+        seed_words, overrides = split_seed_words(overrides)
+        asked(seed_words)
     if verb == "bench":  # it says itself what each rank takes
         overrides = [word for word in overrides if not word.startswith("devices=")]
     single = []
