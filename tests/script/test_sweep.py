@@ -55,6 +55,38 @@ def test_it_records_what_the_loop_written_out_computes_bit_for_bit(tmp_path, cap
     assert last.startswith("4 of 4 runs; fp16_naive, seed 5: done, loss 1.")
 
 
+ENDS = {
+    "fp32": [0.3, 0.33, 0.28, 0.31, 0.29],
+    "amp": [0.3001, 0.33, 0.2799, 0.31, 0.29],  # decided by three seeds
+    "bf16_naive": [0.31, 0.32, 0.285, 0.305, 0.295],  # by no five
+}
+
+
+def test_seeds_are_added_until_each_mode_is_decided(tmp_path, capsys):
+    def train(run):
+        end = ENDS[run.precision][run.seed - 7]
+        learned(run.prepare, run.step, lambda loss: run.evaluate(loss=end))
+
+    given = {"modes": [*ENDS], "seeds": [7, 8, 9], "until": "decided", "max_seeds": 5}
+    comparison = mprun.sweep(train, folder=tmp_path, margin=0.01, **given)
+    verdicts = comparison.verdicts.set_index("mode")
+    assert verdicts["verdict"].to_dict() == {
+        "fp32": "baseline",
+        "amp": "matches",
+        "bf16_naive": "inconclusive",
+    }
+    assert verdicts["runs"].to_dict() == {"fp32": 5, "amp": 3, "bf16_naive": 5}
+    printed = capsys.readouterr().err
+    assert "bf16_naive: open, look at 3 of at most 5 seeds, which may not be enough" in printed
+    assert "amp: matches after 3 of at most 5 seeds (planned looks, 5 % over all)" in printed
+    assert "bf16_naive: undecided after 5" in printed and "13 of 13 runs" in printed
+    for run in mprun.load(tmp_path):
+        assert run.config["compare"]["plan"] == [7, 3, 5]
+    # What `compare` says of the folder afterwards is the same.
+    again = mprun.compare(tmp_path).verdicts
+    assert again["verdict"].tolist() == comparison.verdicts["verdict"].tolist()
+
+
 @pytest.mark.slow
 def test_its_figures_are_matplotlibs(tmp_path):
     comparison = mprun.sweep(train, MODES, seeds=1, folder=tmp_path)
@@ -114,6 +146,17 @@ def unevaluated(run):
         (train, {"seeds": 0}, "seeds=0: must be a number of seeds, or integers of at least 0"),
         (train, {"seeds": [0, -1]}, "must be a number of seeds"),
         (train, {"seeds": "three"}, "must be a number of seeds"),
+        (train, {"max_seeds": 5}, "max_seeds=5: only with until='decided'"),
+        (train, {"until": "never"}, "until='never': must be 'decided', or None"),
+        (train, {"until": "decided", "seeds": 2}, "those of the first look, at least 3"),
+        (train, {"until": "decided", "seeds": [0, 1, 3]}, "at least 3 that follow one another"),
+        (
+            train,
+            {"until": "decided", "max_seeds": 2},
+            r"max_seeds=2: must be from 3 \(seeds\) to 50",
+        ),
+        (train, {"until": "decided", "max_seeds": 51}, "max_seeds=51: must be from 3"),
+        (train, {"until": "decided", "modes": ["fp32"]}, "needs a mode beside fp32"),
         (unprepared, {}, r"unprepared: ended without run.prepare\(model, optimizer\)"),
         (early, {}, r"call run.prepare\(model, optimizer\) before its first step"),
         (twice, {}, "run.prepare: is called once a run"),
