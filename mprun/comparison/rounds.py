@@ -5,7 +5,7 @@ are still open and of their baselines. `mprun -m` and `mprun.sweep` of a script 
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from mprun.comparison.decision import CONCLUSIVE
@@ -26,6 +26,7 @@ OVER_ALL = "(planned looks, 5 % over all)"
 class SweptArm:
     """A mode of one configuration in a sweep until decided.
 
+    seeds: those whose runs have ended, with an outcome or without.
     baseline: its baseline, itself for a baseline; None until its runs have told which it is.
     """
 
@@ -33,6 +34,7 @@ class SweptArm:
     plan: SeedPlan
     text: str = "no run yet"
     open: bool = True
+    seeds: set[int] = field(default_factory=set)
     baseline: "SweptArm | None" = None
 
     @property
@@ -77,8 +79,9 @@ class Rounds:
         ended: The directory of each with an outcome. failed: Those that ended without one.
         """
         before = [arm for arm in self.arms if arm.open]
-        for arm in self.arms:
+        for place, arm in enumerate(self.arms):
             arm.open, arm.text, arm.baseline = False, "no run has an outcome", None
+            arm.seeds = {seed for own, seed in (*ended, *failed) if own == place}
         if ended:
             try:
                 self._judge(ended)
@@ -127,8 +130,8 @@ class Rounds:
         for row in group.rows:
             if (own := swept(row.arm)) is not None:
                 own.baseline = baseline
-                seeds_left = own.plan.first + self.count - 1 < own.plan.most
-                own.open, own.text = _state(row.verdict, own.plan, seeds_left)
+                seeds_left = {*own.plan.seeds} - (own.seeds & baseline.seeds)
+                own.open, own.text = _state(row.verdict, own.plan, bool(seeds_left))
 
     def lines(self) -> list[str]:
         """Return "amp: matches after 4 of at most 10 seeds ..." for each mode but baselines."""

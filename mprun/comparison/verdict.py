@@ -45,15 +45,17 @@ def judge(arm: Arm, baseline: Arm, question: Question) -> tuple[Verdict, list[Ou
 
 def _verdict(decision: Decision) -> Verdict:
     result, name, sentence = decision.result, decision.name, sentence_of(decision)
+    most = decision.question.looks[-1] if decision.question.spending else None
     if result is None:
         seeds, base_seeds = ([outcome.seed for outcome in every] for every in decision.ends)
-        return Verdict(name, sentence, None, seeds, base_seeds, left_out=decision.left_out)
+        left_out = decision.left_out
+        return Verdict(name, sentence, None, seeds, base_seeds, most=most, left_out=left_out)
     values, without = result.values, without_partner(decision)
     verdict = Verdict(
         *(name, sentence, values.method, values.own_seeds, values.base_seeds),
         needed=decision.needed,
         look=None if decision.look is None else decision.look.at,
-        most=decision.question.looks[-1] if decision.question.spending else None,
+        most=most,
         hopeless=None if decision.look is None else decision.look.hopeless,
         left_out=[without] * bool(without) + decision.left_out,
         facts=decision.facts,

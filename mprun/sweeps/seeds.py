@@ -67,7 +67,8 @@ def refuse_swept_seed(swept: Iterable[str]) -> None:
 
 def refuse_lone_modes(composed: Sequence["Composed"]) -> None:
     """Raise BadInput unless each configuration has its baseline and another mode."""
-    from mprun.comparison.grouping import canonical, is_no_key, of_arm  # here: loads numpy
+    # Here: it loads numpy.
+    from mprun.comparison.grouping import BASELINE, canonical, is_no_key, of_arm
 
     found: dict[str, set[str]] = {}
     baselines: dict[str, str] = {}
@@ -77,14 +78,15 @@ def refuse_lone_modes(composed: Sequence["Composed"]) -> None:
         own = canonical({k: v for k, v in keys.items() if of_arm(k)})
         found.setdefault(shared, set()).add(own)
         wanted = one.config.compare.baseline
-        if one.choices["precision"] == wanted:
+        plain = wanted != BASELINE or one.config.scaler.kind == "none"
+        if one.choices["precision"] == wanted and plain:
             baselines[shared] = wanted
     for shared, arms in found.items():
         if shared not in baselines:
             wanted = composed[0].config.compare.baseline
             raise BadInput(
                 f"until=decided: no run of the baseline; precision= must have {wanted} "
-                "(compare.baseline) as well"
+                f"(compare.baseline) as well{', without scaler=' * (wanted == BASELINE)}"
             )
         if len(arms) < 2:
             raise BadInput(

@@ -43,8 +43,8 @@ class SeedRounds:
     def __iter__(self) -> Iterator[list[Cell]]:
         ran = False
         while True:
-            if self.begun:
-                self.judge()
+            if self.begun and not self.judge():
+                return  # a run was stopped, and goes on with the same command
             wanted = self.rounds.following()
             if not wanted:
                 return
@@ -55,13 +55,14 @@ class SeedRounds:
             ran = not all(map(_has_outcome, cells))
             yield cells
 
-    def judge(self) -> None:
-        """Judge the modes by the runs that ended so far."""
+    def judge(self) -> bool:
+        """Judge the modes by the runs that ended so far; return whether all have that began."""
         words = {one: self.page.words.get(self.cells[one], "") for one in self.begun}
         damaged = {one for one, word in words.items() if word.startswith("damaged")}
         ended = [one for one in self.begun if _has_outcome(self.cells[one]) and one not in damaged]
         failed = {one for one, word in words.items() if word.startswith(_WITHOUT)} - set(ended)
         self.rounds.judge({one: self.cells[one].directory for one in ended}, failed)
+        return failed.issuperset(set(self.begun) - set(ended))
 
     def say(self) -> None:
         """Print the word of each mode."""

@@ -145,6 +145,16 @@ def test_a_seed_that_looks_went_on_without_stays_missing(capsys):
     assert "fp16_naive_s1" in rounds_of(found)[0]
 
 
+def test_a_run_that_is_stopped_alone_ends_the_rounds_until_it_goes_on(capsys):
+    found = plan([*LM, MODES, *UNTIL], None)
+    assert len(rounds_of(found, fp16_naive_s3="preempted")) == 2
+    out = capsys.readouterr().out
+    assert "fp16_naive: open, look at 3 of at most 5 seeds, which may not be enough\n" in out
+    [cell] = [one for one in found.cells if (one.mode, one.seed) == ("fp16_naive", 3)]
+    change_record(cell.directory, status="done")
+    assert rounds_of(found)[-1] == ["fp32_s4", "fp16_naive_s4"]
+
+
 def test_values_that_were_seen_before_the_plan_are_not_judged_by_it(capsys):
     plain = plan([*LM, "precision=fp32,amp", "seed=0,1,2"], None)
     for cell in plain.cells:
