@@ -35,7 +35,8 @@ def test_the_margin_of_an_experiment_file_arrives_in_the_verdict(tmp_path):
     )
     set_up = compose_config(["experiment=mine"], str(tmp_path)).as_dict()["compare"]
     known = {"metric": "loss", "margin": 0.0025, "window": 1, "baseline": "fp32"}
-    assert set_up == known | dict.fromkeys(("higher_is_better", "pair_sd", "pair_sd_source"))
+    others = ("higher_is_better", "plan", "pair_sd", "pair_sd_source")
+    assert set_up == known | dict.fromkeys(others)
     folder = study(tmp_path / "runs", **{f"compare.{key}": set_up[key] for key in set_up})
     found = mprun.compare(folder)
     [group] = found.groups
