@@ -82,3 +82,14 @@ def pair_lines(results: dict) -> str:
         row = [cell["stated"], *(f"{100 * share:.2f} %" for share in shares)]
         lines.append("| " + " | ".join(row) + " |")
     return "\n".join(lines)
+
+
+def seeds_page_rows(results: dict) -> list[str]:
+    """Return the rows of docs/how_many_seeds.md: what a stated scatter is worth."""
+    heads = ["stated", "gap of the bar, said to be inside", "no gap, bar of 4.3 sd: inside"]
+    lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
+    for cell in results["pair"]:
+        shares = cell["at_bar"]["6"], cell["equal"]["4.3"]
+        row = [cell["stated"], *(f"{100 * share:.1f} %" for share in shares)]
+        lines.append("| " + " | ".join(row) + " |")
+    return lines

@@ -211,3 +211,21 @@ def _rows(cells: list[dict]) -> list[str]:
 
 def _percent(share: float) -> str:
     return f"{100 * share:.2f} %"
+
+
+def seeds_page_rows(results: dict) -> list[str]:
+    """Return the rows of docs/how_many_seeds.md: how often the right word comes."""
+    heads = ["equal seeds differ by", "true difference", "right word", "3 seeds", "5 seeds"]
+    heads += ["10 seeds", "`--looks 3,5,10`", f"`{UNTIL}`"]
+    lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
+    truths = {0: ("none", "matches"), 0.5: ("half the margin", "matches")}
+    truths[2] = ("twice the margin", "worse")
+    cells = [c for c in results["sweeps"] if c["seed_sd"] == SEED_SD and c["true"] in truths]
+    for cell in sorted(cells, key=lambda c: (c["true"], c["sd"])):
+        row = [f"{cell['sd'] / MARGIN:g} margins", *truths[cell["true"]]]
+        for rule in ("3 seeds", "5 seeds", "10 seeds"):
+            row.append(f"{right(cell, rule):.0%}")
+        for rule in ("`--looks 3,5,10`", UNTIL):
+            row.append(f"{right(cell, rule):.0%} / {cell['rates'][rule]['seeds']:.1f}")
+        lines.append("| " + " | ".join(row).replace("%", " %") + " |")
+    return lines

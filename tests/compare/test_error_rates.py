@@ -8,8 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from scipy.stats import linregress, norm, t
+from scipy.stats import chi, linregress, norm, t
 
+from mprun.comparison.decision import CONCLUSIVE
 from mprun.comparison.equivalence import decide, paired_ratio
 from mprun.comparison.findings import Question
 from mprun.comparison.verdict import judge
@@ -24,6 +25,16 @@ FEW, MANY = 1_000, 20_000
 def simulated(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     return importlib.import_module("error_rates")
+
+
+@pytest.fixture
+def sweeps(simulated):
+    return importlib.import_module("error_rates_sweeps")
+
+
+@pytest.fixture
+def pairs(simulated):
+    return importlib.import_module("error_rates_pair")
 
 
 @pytest.fixture
@@ -157,3 +168,105 @@ def test_the_committed_results_keep_what_is_promised(simulated):
     assert results["summary"] == simulated.summary(results)
     text = (ROOT / "docs" / "error_rates.md").read_text(encoding="utf-8")
     assert text == simulated.document(results)
+
+
+# By a program of its own, normal differences against a known margin: sd of the difference and true
+# difference in percent, then of each rule the right words in percent and the mean number of seeds.
+OTHER_PROGRAM = {
+    (0.4, 0): {"5": (99.5, 5), "10": (100, 10), "every": (100, 3.3), "looks": (100, 4.4)},
+    (0.4, 0.5): {"5": (74.2, 5), "10": (97.6, 10), "every": (98.7, 4.4), "looks": (93.6, 6.9)},
+    (0.6, 0): {"5": (84.1, 5), "10": (99.9, 10), "every": (99.9, 4.1), "looks": (99.1, 6.7)},
+    (0.6, 0.5): {"5": (46.1, 5), "10": (78.4, 10), "every": (85.0, 5.9), "looks": (65.3, 8.3)},
+    (0.6, 2): {"5": (91.5, 5), "10": (99.9, 10), "every": (100, 3.7), "looks": (99.5, 5.6)},
+    (1, 0): {"5": (29.5, 5), "10": (79.4, 10), "every": (86.5, 6.6), "looks": (57.7, 9.2)},
+    (1, 2): {"5": (58.2, 5), "10": (89.7, 10), "every": (93.7, 5.2), "looks": (79.1, 7.7)},
+}
+PATIENT = {
+    (0.4, 0): (100, 4.6),
+    (0.4, 0.5): (94.7, 6.4),
+    (0.6, 0): (99.5, 6.1),
+    (0.6, 0.5): (68.9, 8.0),
+    (0.6, 2): (99.7, 5.4),
+    (1, 0): (64.5, 8.7),
+    (1, 2): (83.1, 7.3),
+}
+
+
+@pytest.fixture
+def committed():
+    return json.loads((ROOT / "docs" / "error_rates.json").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize(("sd", "true"), PATIENT)
+def test_sweeps_agree_with_another_program(committed, sweeps, sd, true):
+    """Two simulations of 20,000 draws, of which the other has a margin known beforehand."""
+    names = dict(zip(("3", "5", "10", "every", "looks", "until"), sweeps.RULES, strict=True))
+    (rates,) = (
+        cell["rates"]
+        for cell in committed["sweeps"]
+        if (cell["seed_sd"], cell["sd"], cell["true"]) == (0.01, sd / 100, true)
+    )
+    for short, (percent, seeds) in (OTHER_PROGRAM[sd, true] | {"until": PATIENT[sd, true]}).items():
+        found = rates[names[short]]
+        word, share = "worse" if true > 1 else "matches", percent / 100
+        error = math.sqrt(2 * max(share * (1 - share), 0.0005) / MANY)
+        assert found[word] == pytest.approx(share, abs=4 * error + 0.003), (short, found)
+        assert found["seeds"] == pytest.approx(seeds, abs=0.1 + 0.05)
+
+
+def test_sweeps_until_decided_keep_what_is_promised(committed):
+    summary = committed["summary"]
+    for name in ("false_matches", "false_worse"):
+        assert summary[f"{name}_until"] <= summary[f"{name}_patient"] + 0.002
+        assert summary[f"{name}_patient"] < above(0.05, MANY)
+    assert summary["false_claims_when_equal_until"] < 0.05
+    assert summary["false_matches_every_seed"] > 0.1  # what the alphas are for
+
+
+def pair_inside(bar, true, pairs, factor):
+    """Integrate over the chi of the stated scatter, without the shipped code."""
+    scatters, weights = np.ones(1), np.ones(1)
+    if pairs:
+        scatters = np.linspace(1e-4, 4, 40_000)
+        weights = chi.pdf(scatters * math.sqrt(pairs - 1), pairs - 1)
+        weights /= weights.sum()
+    reach = bar - norm.ppf(0.95) * factor * scatters
+    shares = norm.cdf(reach - true * bar) - norm.cdf(-reach - true * bar)
+    return float(weights @ np.where(reach > 0, shares, 0.0))
+
+
+def test_pairs_with_a_stated_scatter_keep_what_is_promised(committed, pairs):
+    for cell in committed["pair"]:
+        how = pairs.STATED[cell["stated"]]
+        for true, name in ((1, "at_bar"), (0, "equal")):
+            for bar, found in cell[name].items():
+                share = pair_inside(float(bar), true, *how)
+                error = math.sqrt(max(share * (1 - share), 0.0002) / MANY)
+                assert found == pytest.approx(share, abs=4 * error), (cell["stated"], bar, true)
+    true, half, wide = (
+        pair_inside(10, 1, *how) for how in ((None, 1), (None, 0.5), (3, 2.919986 / 1.644854))
+    )
+    assert [true, half, wide] == pytest.approx([0.05, norm.sf(1.644854 / 2), 0.05], abs=0.0005)
+
+
+def test_the_page_of_seeds_has_these_figures(committed, sweeps, pairs):
+    page = (ROOT / "docs" / "how_many_seeds.md").read_text(encoding="utf-8")
+    for module in (sweeps, pairs):
+        assert "\n".join(module.seeds_page_rows(committed)) in page
+
+
+@pytest.mark.few(1)
+def test_sweeps_say_what_compare_says(simulated, sweeps):
+    """The words and seeds of the rules beside those of `judge`, on the same draws."""
+    values = simulated.paired_losses(0.5, 0.01, 10, 100, "additive", 0.006)
+    how = {"metric": "loss", "margin_setting": 0.01}
+    for own, base in zip(*(arm.tolist() for arm in values), strict=True):
+        arms = [made_arm(dict(enumerate(arm))) for arm in (own, base)]
+        for rule, given in (
+            ("10 seeds", {}),
+            ("`--looks 3,5,10`", {"looks": (3, 5, 10)}),
+        ):
+            verdict, _ = judge(*arms, Question(**how, **given))
+            word = verdict.name if verdict.name in CONCLUSIVE else "undecided"
+            expected = sweeps.swept(sweeps.Draw(own, base), sweeps.RULES[rule])[0]
+            assert (word, len(verdict.seeds)) == expected
