@@ -152,6 +152,8 @@ def document(results: dict) -> str:
     )
     return f"""# Error rates of `mprun compare`
 
+This page says how often a verdict is wrong, by simulation with the shipped code.
+
 Simulated through the shipped code: each of {results["draws"]:,} draws a cell fills two arms of runs
 with final losses of known truth and asks `mprun.comparison.verdict.judge` for the verdict. Margin
 1 % of the baseline's mean, correlation 0.3 between arms that share seeds, 0 between those that do

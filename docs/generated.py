@@ -1,5 +1,10 @@
-"""What the program knows of itself, as Markdown: each function is a `<!-- generated: NAME -->`."""
+"""What the program knows of itself, as Markdown: each function is a `<!-- generated: NAME -->`.
 
+`modes` and `paper` make tables that stand in their pages as text, so that they are read without a
+built site, too; tests/docs/test_tables.py compares them.
+"""
+
+import json
 import math
 import os
 import re
@@ -90,7 +95,7 @@ _PARTS = {"tensor": "a tensor", "row": "a row"}
 
 
 def modes() -> str:
-    """The precision modes, by the values in their files; README has this table."""
+    """The precision modes, by the values in their files; docs/modes.md has this table."""
     files = option_files("precision")
     order = sorted(files, key=lambda name: (_FAMILIES.index(name.partition("_")[0]), name))
     header = ("mode", "parameters", "products", "master weights", "default scaler", "elsewhere")
@@ -138,6 +143,24 @@ def _casts(products: ScaledProducts) -> str:
     more = "; gradients rounded stochastically" * (products.grad_rounding == "stochastic")
     more += "; Hadamard transform of the weight's gradient" * bool(products.hadamard)
     return f"{formats}; a scale {part}{scale}{more}"
+
+
+_PAPER = Path(__file__).resolve().parent / "results" / "2026-11-27-cpu-paper.json"
+
+
+def paper() -> str:
+    """Each technique beside the paper's outcome, by the last results; docs/paper.md has it."""
+    header = ("network", "technique", "paper: FP32", "paper: technique", "here: difference to FP32")
+    rows = []
+    for row in json.loads(_PAPER.read_text(encoding="utf-8"))["rows"].values():
+        named = (f"{row['network']}, {row['place']}", row["paper"]["fp32"])
+        if row["not_run"]:
+            rows.append((named[0], "not run", named[1], "", "", "", ""))
+        for one in row["techniques"]:
+            own = (one["paper"], one["difference"], one["verdict"], one["same_outcome"])
+            rows.append((named[0], one["technique"], named[1], *own))
+            named = ("", "")
+    return _table((*header, "verdict", "same outcome?"), rows)
 
 
 def scalers() -> str:

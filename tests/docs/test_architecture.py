@@ -1,7 +1,4 @@
-"""docs/architecture.md: its tables name every package, and its figures are those of this tree.
-
-README has the table of modes that their files make.
-"""
+"""docs/architecture.md: its tables name every package, and its figures are those of this tree."""
 
 import re
 import runpy
@@ -77,14 +74,6 @@ def test_the_lines_of_the_core():
 def test_the_files_of_a_step():
     (most,) = re.findall(r"such a step runs through at most (\d+) files", WORDS)
     assert int(most) == max(len(step.SUPERVISED | own) for own in step.CASES.values())
-
-
-def test_readme_s_table_of_modes_is_made_of_their_files():
-    """docs/generated.py makes it; `modes()` returns what has to stand there."""
-    generated = runpy.run_path(str(ROOT / "docs" / "generated.py"))
-    table = generated["modes"]()
-    assert table.count("\n") == 1 + len(list((ROOT / "conf" / "precision").glob("*.yaml")))
-    assert f"\n{table}\n\n" in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def test_each_role_has_a_name_in_the_reference():
