@@ -31,7 +31,7 @@ _FEWEST = 4  # words of a sentence that can be judged
 _OF_A_CELL = 6
 # A sentence ends before a capital, code, a link or emphasis, but not behind these.
 _END = re.compile(
-    r"(?<!e\.g\.)(?<!i\.e\.)(?<!al\.)(?<!\bvs\.)(?<=[.!?])[)*\"]*\s+(?=[A-Z0-9`*\[\"(])"
+    r"(?<!e\.g\.)(?<!i\.e\.)(?<!\bal\.)(?<!\bvs\.)(?<=[.!?])[)*\"]*\s+(?=[A-Z0-9`*\[\"(])"
 )
 _HELP = ("help", "description", "epilog")
 
@@ -141,8 +141,10 @@ def of_docstrings() -> Iterator[Sentence]:
             documented |= {f"{named}.{n}": m for n, m in members.items()}
         for place, one in documented.items():
             text = inspect.getdoc(one) if callable(one) or isinstance(one, property) else None
-            # Indented blocks that begin behind a blank line are code.
-            for _, paragraph in paragraphs(re.sub(r"\n\n(    .*\n?)+", "\n\n", text or "")):
+            # Indented blocks that begin behind a blank line are code; `name: text` is an item.
+            text = re.sub(r"\n\n(    .*\n?)+", "\n\n", text or "")
+            text = re.sub(r"^ *(?=[a-z_]\w*(, \w+)*: )", "- ", text, flags=re.MULTILINE)
+            for _, paragraph in paragraphs(text):
                 yield from _divided("docstring", place, re.sub(r"^\w+:$", "", paragraph))
 
 

@@ -1,4 +1,4 @@
-"""`mprun compare PATH...`: a verdict per precision mode, a report, TensorBoard summary runs."""
+"""`mprun compare PATH...`: judge each precision mode against FP32, and write a report."""
 
 import json
 import os

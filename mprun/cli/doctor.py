@@ -1,4 +1,4 @@
-"""`mprun doctor`: the facts of this machine, and the effect of each precision mode on it."""
+"""`mprun doctor`: tell what this machine has, and which precision modes run on it."""
 
 import json
 import time
@@ -31,10 +31,10 @@ KEYS = {
     "flags": "by name: pinned (what a run sets, here that of fp32), stock (torch by itself)",
 }
 _WHAT = """\
-The facts of this machine, and the effect of each precision mode on it. On a
-GPU it compiles the kernels of the update and compares them with torch's, and
-captures a training step as a CUDA graph: seconds, longer the first time
-(--budget limits them).
+Tell what this machine has, and which precision modes run on it. On a GPU,
+doctor compiles the kernels of the update, compares them with torch's, and
+captures a training step as a CUDA graph. That takes seconds, longer the first
+time (--budget limits them).
 Exit code 0, whatever it finds; 2 for an unknown argument."""
 # Measured; see mprun.precision.emulation.
 _WHY_EMULATED = (

@@ -25,7 +25,7 @@ from mprun.record.console import columns
 from mprun.record.seed_plan import SEED_WORDS
 from mprun.spelling import did_you_mean, key_called, must_be, nearest, word
 
-_TITLE = "mprun: what does lower precision do to a training run, compared with FP32?\n"
+_TITLE = "mprun: does a network learn in lower precision what it learns in FP32?\n"
 _FIRST = """\
   mprun                                     one short run on embedded data
   mprun model=resnet50 precision=amp        choose group=option, set key=value

@@ -1,4 +1,4 @@
-"""`mprun ls`: the runs below a folder, each with its status and last value; what to do next."""
+"""`mprun ls`: list the runs below a folder, with their status, and say what to do next."""
 
 import os
 import shlex

@@ -1,4 +1,4 @@
-"""`mprun show RUN`: what a run was, how it ended, its curves, and the commands that fit it now."""
+"""`mprun show RUN`: tell what a run was and how it ended, and draw its curves."""
 
 import math
 import shlex

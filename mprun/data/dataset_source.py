@@ -234,15 +234,16 @@ class DatasetSource(LoadedSource):
 
     An image is a tensor ``[channels, height, width]``, uint8 or floating, all of one shape; a label
     an integer from 0 to below ``num_classes``. Batches are ``(images float32
-    [batch, channels, height, width], labels int64 [batch])`` on ``device``. uint8 images are copied
-    there as bytes and become ``(image - offset) / divisor``, by default 0 to 1; floating ones stay
-    unchanged.
+    [batch, channels, height, width], labels int64 [batch])`` on ``device``. Images in uint8 are
+    copied there as bytes and become ``(image - offset) / divisor``, by default 0 to 1. Floating
+    ones stay unchanged.
 
     The training items have a fresh permutation for each (seed, epoch), without the tail that fills
-    no batch; the held-out items come in their own order. Around each ``__getitem__`` the global
+    no batch. The held-out items come in their own order. Around each ``__getitem__`` the global
     generators of Python, NumPy and torch (CPU) are seeded from (seed, epoch, index), for held-out
-    items from the index alone, and restored afterwards. So random augmentation that draws from them
-    is the same for any worker count and resume point; any other is refused.
+    items from the index alone. Afterwards they are restored. Augmentation that uses these
+    generators repeats exactly for any number of workers and resume point. Other generators are
+    refused.
 
     A stream, such as a `torch.utils.data.IterableDataset`, is iterated over anew in each epoch,
     after ``set_epoch(epoch)`` if it has that. The order is its own; the index of an item is its

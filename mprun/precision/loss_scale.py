@@ -32,9 +32,9 @@ class LossScale(ABC):
 
     All state is 0-dim tensors on one device (unless stated), changed in place only. A training step
     neither waits for the device nor moves them, so the calls can be captured in a CUDA graph.
-    One iteration is: multiply the loss, or what enters its model in a backward pass, by `scale`,
-    gradients by `inverse()`, `record` (once per optimizer that shares the scale), apply or skip,
-    `update` (once).
+    One iteration multiplies the loss, or what enters its model in a backward pass, by `scale`, and
+    gradients by `inverse()`. Then comes `record`, once per optimizer that shares the scale. The
+    update is applied or skipped, and `update` is called once.
 
     Raises:
         ValueError: An argument of a constructor is out of range; the message names it.
@@ -84,8 +84,11 @@ class LossScale(ABC):
         return torch.div(self._one, self.scale, out=torch.empty_like(self.scale))
 
     def record(self, found_inf: Tensor, grad_max: Tensor | None = None) -> None:
-        """OR one optimizer's flag into `found_inf`: one element of any dtype, which is non-zero or
-        NaN if a gradient was not finite. grad_max: only used by `logmax`.
+        """OR one optimizer's flag into `found_inf`.
+
+        The flag is one element of any dtype. It is non-zero or NaN if a gradient was not finite.
+
+        grad_max: only used by `logmax`.
         """
         self.found_inf.logical_or_(found_inf.reshape(()))
 
@@ -255,8 +258,8 @@ class LogMaxLossScale(LossScale):
 
     Kuchaiev et al., arXiv 1805.10387, "LogNormal" scaling; NVIDIA/OpenSeq2Seq,
     optimizers/automatic_loss_scaler.py, LogMaxScaler. Let x be log2 of the step's largest unscaled
-    gradient magnitude, mu the moving average of x (`beta1`), and sigma the standard deviation from
-    moving averages of x and x**2 (`beta2`), all bias-corrected. Then
+    gradient magnitude, and mu the moving average of x (`beta1`). Let sigma be the standard
+    deviation from moving averages of x and x**2 (`beta2`). All are bias-corrected. Then
     scale = 2**(log_max - mu - overflow_std_dev * sigma), kept in [min_scale, max_scale]. 3.09
     standard deviations leave an overflow probability of 0.001. Overflowing steps are skipped.
 

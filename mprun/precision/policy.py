@@ -86,8 +86,11 @@ class PrecisionPolicy:
 
     @property
     def masters(self) -> str:
-        """Say where weights are updated: in masters "kept" from step to step, in "transient" ones
-        that live for one update, or in "none" (each in its dtype)."""
+        """Say which master weights are updated.
+
+        "kept" ones stay from step to step, "transient" ones live for one update. With "none" each
+        weight is updated in its own dtype.
+        """
         if self.master_dtype is not None:
             return "kept"
         return "none" if self.rounding == "nearest" else "transient"

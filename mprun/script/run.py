@@ -51,8 +51,8 @@ class Diverged(SystemExit):
 class Run:
     """A run directory that a script writes, in a `with` block around its training.
 
-    Of several processes each makes it and calls it alike. The first writes, the others wait for it
-    every `log_every` steps, at evaluations and at the end: it ends in all of them or in none.
+    On several processes each makes it and calls it alike. The first one writes. The others wait for
+    it every `log_every` steps, at evaluations and at the end. It ends in all of them or in none.
 
     Args:
         folder: parent of the run's directory, which is named after mode, scaler and seed.
@@ -194,7 +194,7 @@ class Run:
 
         Raises:
             Diverged: the loss was not finite although its update was applied, or a loss scale has
-                collapsed; the run is recorded, and the exception ends its `with` block.
+                collapsed. The run is recorded, and the exception ends its `with` block.
             RuntimeError: no optimizer has taken a step.
         """
         if self.status != "running":

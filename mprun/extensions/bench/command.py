@@ -1,4 +1,4 @@
-"""`mprun bench`: speed, memory and energy of precision modes on one configuration.
+"""`mprun bench`: measure speed, memory and energy of precision modes.
 
 A bench with more contenders adds its options to `bench_parser` (benchmarks.suite).
 """

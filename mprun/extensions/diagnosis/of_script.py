@@ -44,10 +44,10 @@ class _Steps:
 def explain(step: Callable[[], Any], optimizer: Optimizers, *, steps: int = 1) -> Finding:
     """Find the operation that makes the first non-finite value; changes nothing.
 
-    It takes up to `steps` steps of the script, watching every operation (some ten times as slow),
-    until one fails: its loss, a gradient, or a weight after it is not finite. Afterwards it
-    restores weights, optimizer states, loss scales and random states, but no other state of the
-    script.
+    It takes up to `steps` steps of the script and watches every operation, some ten times as slow.
+    It stops at the first step that fails: its loss, a gradient, or a weight after it is not finite.
+    Afterwards it restores weights, optimizer states, loss scales and random states, but no other
+    state of the script.
 
     Args:
         step: takes a whole step and returns its loss, 0-dim.

@@ -1,4 +1,4 @@
-"""`mprun paper [RUNS]`: the paper's tables and figures beside runs, its runs or the given ones."""
+"""`mprun paper [RUNS]`: set the tables of Mixed Precision Training (ICLR 2018) beside runs."""
 
 import json
 import shlex

@@ -1,4 +1,4 @@
-"""`mprun advise`: the needs of FP16, or 8 bits, in a configuration, from a few FP32 steps."""
+"""`mprun advise`: measure which loss scale and which parts in FP32 a network needs."""
 
 import math
 import sys

@@ -1,4 +1,4 @@
-"""`mprun explain RUN`: replay the failing step, name the operation, try cures."""
+"""`mprun explain RUN`: name the operation that broke a run, and try cures."""
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace

@@ -1,4 +1,4 @@
-"""`mprun logprobs MODE ... RUN`: log-probabilities of the same weights in modes or batch shapes."""
+"""`mprun logprobs MODE ... RUN`: compare log-probabilities of the same weights between modes."""
 
 from argparse import Namespace
 from collections.abc import Callable, Iterable
