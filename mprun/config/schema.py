@@ -388,7 +388,9 @@ class RunConfig:
     precision: PrecisionConfig = setting(PrecisionConfig, "The precision mode")
     scaler: ScalerConfig = setting(ScalerConfig, "The loss scaler")
     train: TrainConfig = setting(TrainConfig, "Length, intervals and execution of a run")
-    compare: CompareConfig = setting(CompareConfig, "Metric, margin and baseline of a verdict, fixed before runs")
+    compare: CompareConfig = setting(
+        CompareConfig, "Metric, margin and baseline of a verdict, fixed before runs"
+    )
     numerics: NumericsConfig = setting(
         NumericsConfig, "Measurements beside the training", role=LABEL
     )
