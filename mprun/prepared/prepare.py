@@ -112,7 +112,7 @@ def prepare(
             several in a list. Optimizers created later are included. None: there is none yet.
         precision: name of a mode ("fp32", "fp16_naive", "fp16_master", "amp", ...) or a policy.
         scaler: name of a loss scaler ("none", "static", "dynamic", "apex", ...), or a `LossScale`,
-            which several calls may share; None: the default of a mode's name, none for a policy.
+            which several calls may share. None: the default of a mode's name, none for a policy.
         overrides: glob pattern over module names -> dtype ("fp32") in which these modules compute.
         native: on a CPU, use torch's 16-bit kernels instead of the emulation.
 
