@@ -265,6 +265,7 @@ def test_sweeps_say_what_compare_says(simulated, sweeps):
         for rule, given in (
             ("10 seeds", {}),
             ("`--looks 3,5,10`", {"looks": (3, 5, 10)}),
+            (sweeps.PATIENT, {"looks": tuple(range(3, 11)), "spending": True}),
         ):
             verdict, _ = judge(*arms, Question(**how, **given))
             word = verdict.name if verdict.name in CONCLUSIVE else "undecided"
