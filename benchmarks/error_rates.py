@@ -59,8 +59,8 @@ GAPS = {
     "independent": "independent from point to point",
     "AR(1) 0.95": "autoregressive, correlation 0.95 from one point to the next",
     "random walk": "a random walk, which ends with 4 standard deviations",
-    "skewed slopes": "autoregressive, and each seed has a slope of its own: an exponential that is "
-    "turned round, of mean 0, so that one seed in many falls much",
+    "skewed slopes": "autoregressive, and each seed has a slope of its own. The slopes are an "
+    "exponential that is turned round, of mean 0, so that one seed in many falls much",
 }
 
 

@@ -142,11 +142,15 @@ def document(results: dict) -> str:
     shifts = "\n".join(f"- *{name}*: {text}." for name, text in results["shifts"].items())
     refused = _percent(max(cell["rates"].get("refused", 0.0) for cell in results["scatter"]))
     drawn = results["drawn"]
-    days = "; ".join(f"{name} on {day}" for name, day in drawn.items())
+    days = "\n".join(
+        f"- {day}: {', '.join(name for name in drawn if drawn[name] == day)}"
+        for day in sorted(set(drawn.values()))
+    )
     old = [name for name, day in drawn.items() if day < RATIO_SINCE]
     earlier = (
-        "\nDrawn when a margin was computed from the baseline's mean and taken for known, which\n"
-        f"is nearly the same where seeds scatter by at most 1 %: {', '.join(old)}.\n"
+        f"\nSome are older than the ratio test: {', '.join(old)}. Their margin was computed\n"
+        "from the baseline's mean and taken for known. This is nearly the same where seeds\n"
+        "scatter by at most 1 %.\n"
         if old
         else ""
     )
@@ -154,16 +158,18 @@ def document(results: dict) -> str:
 
 This page says how often a verdict is wrong, by simulation with the shipped code.
 
-Simulated through the shipped code: each of {results["draws"]:,} draws a cell fills two arms of runs
-with final losses of known truth and asks `mprun.comparison.verdict.judge` for the verdict. Margin
-1 % of the baseline's mean, correlation 0.3 between arms that share seeds, 0 between those that do
-not.
+A cell has {results["draws"]:,} draws. Each draw fills two arms of runs with final losses of known
+truth and asks the shipped code, `mprun.comparison.verdict.judge`, for the verdict. The margin is
+1 % of the baseline's mean. The correlation is 0.3 between arms that share seeds, 0 between those
+that do not.
 One standard error of a rate near 5 % is {_percent(math.sqrt(0.05 * 0.95 / results["draws"]))}.
 
     {results["command"]}
 
 {results["versions"]}; CPU only, {results["seconds"]:.0f} s in one process. The same
-numbers are in `error_rates.json`. Tables drawn: {days}.
+numbers are in `error_rates.json`. The tables were drawn on these days:
+
+{days}
 {earlier}
 | what | worst rate over the cells |
 |---|---|
@@ -195,14 +201,14 @@ included | {rate["false_claims_when_equal_normal"]} |
 ## Why a relative margin is tested as a ratio
 
 "Within 1 % of FP32" bounds a ratio of two means, and FP32's mean is known no better than its seeds
-allow. Where equal seeds end nearly alike, but seeds scatter, a margin that is computed from that
-mean and then taken for known is wrong by more than the differences are: at a true difference of the
-margin it moves with the seeds. The test is therefore of own - (1 +- margin) * base for each seed,
+allow. A margin may be computed from that mean and then taken for known. Where equal seeds end
+nearly alike, but seeds scatter, it is wrong by more than the differences are. At a true difference
+of the margin it moves with the seeds. So the test takes own - (1 +- margin) * base for each seed,
 and the interval is Fieller's, the ratios that this test does not reject. The t statistic of such a
 combination is exact for normal noise at any correlation ("scatter" in the tables). Welch's test is
 approximate: it is of the same two combinations, and with three seeds against many it is too short.
-Where FP32's mean cannot be told from 0 there is no such interval, and the comparison is refused: up
-to {refused} of the draws there, three seeds that scatter by 20 %.
+Where FP32's mean cannot be told from 0 there is no such interval, and the comparison is refused.
+This is so in up to {refused} of the draws, with three seeds that scatter by 20 %.
 
 ## How `--looks` keeps its rate
 
@@ -210,46 +216,47 @@ A test at 3, then 5, then 10 seeds has three chances of a wrong claim. `--looks 
 therefore tests every look at the same stricter one-sided alpha (Pocock 1977),
 {_percent(results["nominal_alpha"])} instead of 5 %, with intervals of \
 {_percent(1 - 2 * results["nominal_alpha"])} confidence. At a
-true difference equal to the margin the t statistics of nested looks have a joint distribution that
+true difference equal to the margin the t statistics of nested looks have a joint distribution. It
 depends only on the numbers of seeds, so this alpha is found by simulating it (400,000 draws, fixed
 seed). It is derived for shared seeds and also used for Welch; the table shows its rates there. The
-price is a lower rate of "matches" at the last look than a fixed test of 10 seeds has; the gain is
+price is a lower rate of "matches" at the last look than a fixed test of 10 seeds has. The gain is
 that clear cases end early (column "seeds used").
 
 ## Sweeps that run until they are decided
 
-`until=decided max_seeds=10` looks after every seed from the third on. Of the 5 % it has spent
-(n / 10)^1.5 after n seeds (Kim and DeMets 1987): few at the first looks, most at the last, where it
-decides most. The alpha of each look is simulated as Pocock's is. From five seeds on it gives up
+`until=decided max_seeds=10` looks after every seed from the third on. It has spent
+(n / 10)^1.5 of the 5 % after n seeds (Kim and DeMets 1987). It spends little at the first looks and
+most at the last, where it decides most. The alpha of each look is simulated as Pocock's is. From five seeds on it gives up
 where 5 % without looks would take more than 30 seeds. That is not binding, so it only lowers the
 rates. {_compared(results)}
 
 A program of its own, which knows the margin beforehand, gave the same shares of right words to
-within 0.8 points and the same numbers of seeds to within 0.1 (29 November 2026; the figures are in
-tests/compare/test_error_rates.py). Only its giving up ended sooner, by 0.2 to 0.4 seeds.
+within 0.8 points. Its numbers of seeds were the same to within 0.1 (29 November 2026; the figures
+are in tests/compare/test_error_rates.py). Only its giving up ended sooner, by 0.2 to 0.4 seeds.
 
 Seeds that scatter much while equal seeds end alike change nothing: the test is the same ratio test.
 Noise that is not normal does, and looking early makes it worse: a few seeds often contain no bad
-one. Of false "matches" at the margin there are
+one. False "matches" at the margin are:
 
 {_noise_lines(results)}
 
 MLPerf's records end on few values. In 11 % of the draws of three seeds all differences of equal
-seeds are equal, and so the margin itself, where rounding decides between two words. The ratio test
+seeds are equal, and so is the margin itself. Rounding decides between two words there. The ratio test
 takes FP32's scatter into account there; the table of other noises at the end was drawn before.
 
 ## One pair of runs
 
 A pair gets no verdict, because one seed says nothing about others. Who knows how the gap of such a
 pair scatters, in standard deviations, states it: `compare.pair_sd`. Then |gap| + 1.645 sd below the
-bar is a test at 5 %, of exactly this rate if the statement is true and the scatter is normal
+bar is a test at 5 %. Its rate is exactly this if the statement is true and the scatter is normal
 ("pair" in the tables). Half the true scatter gives \
 {rate["inside_at_the_bar_half of it"]} instead of 5 %. A scatter from a few earlier pairs is a draw
 itself: from three pairs the rate is {rate["inside_at_the_bar_that of 3 earlier pairs"]}, from five
 {rate["inside_at_the_bar_that of 5 earlier pairs"]}, from ten \
-{rate["inside_at_the_bar_that of 10 earlier pairs"]}. Stated {widened(3):.2f} times as large (three
-pairs), {widened(5):.2f} times (five) or {widened(10):.2f} times (ten) it is 5 % again:
-t(0.95, n - 1) takes the place of 1.645.
+{rate["inside_at_the_bar_that of 10 earlier pairs"]}. The rate is 5 % again if the scatter is
+stated {widened(3):.2f} times as large (three pairs), {widened(5):.2f} times (five) or \
+{widened(10):.2f} times (ten).
+This puts t(0.95, n - 1) in the place of 1.645.
 
 ## Whether a gap grows
 
@@ -257,8 +264,8 @@ The test takes each seed's least-squares slope of the gap to the baseline over t
 steps. One t test of these slopes is one-sided at 5 % (`mprun.comparison.gap_growth`). Within a seed
 the gap at one step predicts the next one, so no test may count steps. Slopes of separate seeds are
 independent, and the test counts only these. The table at the end has gaps of 60 points over 6,000
-steps with a standard deviation of 0.05 % of the loss, on curves that fall from 6 to 2 nats and
-scatter by 1 % over seeds. A growth of 0.25 % of the loss over the last half is found in at least
+steps, with a standard deviation of 0.05 % of the loss. The curves fall from 6 to 2 nats and scatter
+by 1 % over seeds. A growth of 0.25 % of the loss over the last half is found in at least
 {rate["growth_of_0.25_found_n_3"]} of comparisons with three seeds. The rates hold for slopes that
 are normal over seeds. If one seed in many falls much, a few seeds often contain none of these, and
 up to {rate["false_growth_skewed slopes"]} of comparisons report "grows". The rate is that of one
@@ -272,13 +279,14 @@ mode; nothing is corrected for their number. This table alone:
   arms are skewed alike (their difference is symmetric), the rates above hold and only power
   changes. If only the mode is skewed, a few seeds often contain no bad one. They then look better,
   and more alike, than the mode is: false "matches" up to \
-{rate["false_matches_skewed mode"]}. Where equal seeds end alike but for a skewed loss of the
-  mode it is more: up to {rate["false_matches_exponential difference"]} if that is exponential,
+{rate["false_matches_skewed mode"]}. There are more where equal seeds end alike but for a
+  skewed loss of the mode. They are up to {rate["false_matches_exponential difference"]} if that \
+loss is exponential, and
   up to {rate["false_matches_skewed difference"]} if it is lognormal (sigma 1). The rate grows with
   the skew without a limit, whatever its size beside the margin. Runs drawn from published
   references of MLPerf Training: up to \
 {rate["false_matches_MLPerf records"]}.
-  **Rare bad seeds defeat any test of few seeds**: if one seed in ten ends 10 % worse and nine are
+  **Rare bad seeds defeat any test of few seeds.** If one seed in ten ends 10 % worse and nine are
   as good as FP32, the mean differs by the margin. Up to {rate["false_matches_rare bad seeds"]} of
   comparisons then report "matches", because no bad seed was among those that were run. Bad seeds
   that meet the divergence rule count as diverged; milder ones take more seeds to see.

@@ -25,9 +25,9 @@ NOISES = {
     "quantised": "normal, rounded to steps of one seed standard deviation, as an accuracy on few "
     "samples is",
     "MLPerf records": "runs drawn from one of 116 published references of MLPerf Training (3,753 "
-    "runs, benchmarks/mlperf_records.json), moved to the mean and the deviation of the cell",
-    "rare bad seeds": "normal, but the whole difference of the means comes from one seed of the "
-    "mode in ten, which ends ten times as much worse",
+    "runs, benchmarks/mlperf_records.json). They are moved to the cell's mean and deviation",
+    "rare bad seeds": "normal, but one seed of the mode in ten makes the whole difference of the "
+    "means. It ends ten times as much worse",
 }
 RARE = 0.1  # share of bad seeds
 SHIFTS = {  # of equal seeds, beside the noise of their difference
