@@ -20,10 +20,11 @@ if TYPE_CHECKING:
     from mprun.precision import PrecisionPolicy
 
 LIMIT = (
-    "no step passes it, compiled or not, if products run one after the other with all their "
-    "multiply-adds, read each operand once in the format that they multiply and write each result "
-    "once; the update reads gradients and moves weights and state; all else (casts, norms, losses) "
-    "is folded into these for nothing; no tensor waits in a cache for the next kernel"
+    "no step passes it, compiled or not, under these assumptions. Products run one after the other "
+    "with all their multiply-adds. They read each operand once in the format that they multiply and "
+    "write each result once. The update reads gradients and moves weights and state. All else "
+    "(casts, norms, losses) is folded into these for nothing. No tensor waits in a cache for the "
+    "next kernel"
 )
 LAUNCH_SOURCE = "assumed: 1.5 us a kernel in a CUDA graph, 8 us eager"
 # Bytes per parameter and step of SGD with momentum in torch's fused kernel. In FP32 the gradient is
@@ -56,7 +57,7 @@ def _gpu(
     flops = {"fp16": half, "fp32": fp32} | {form: half * over for form, over in others.items()}
     source = (
         f"assumed for {name}: FP16 products {half / 1e12:g} TFLOP/s and copies "
-        f"{bandwidth / 1e12:g} TB/s as programs reach them; FP32 0.86 of the data sheet"
+        f"{bandwidth / 1e12:g} TB/s, as reached; FP32 0.86 of the data sheet"
         f"{'; FP8 twice FP16, as there' if 'fp8' in others else ''}"
     )
     return Ceilings(name, source, flops, bandwidth, gib * 2**30)
@@ -244,14 +245,14 @@ def _notes(found: dict[str, Any]) -> list[str]:
     paths = ", ".join(dict.fromkeys(line["update"] for line in found["modes"].values()))
     recipes = ", ".join(f"{of} {s * 1e3:.3g}" for of, s in found["update_recipes_s"].items())
     return [
-        f"Limits from counts, not measurements; ceilings {found['ceilings']['source']}.",
-        f"limit: {LIMIT}.",
-        "eager: each operation takes the longer of its products and its traffic, one after the "
-        "other, update included; ratios, x fp32, are those of it.",
+        f"Limits from counts, not measurements. Ceilings {found['ceilings']['source']}.",
+        f"Limit: {LIMIT}.",
+        "Eager: each operation takes the longer of its products and its traffic, one after the "
+        "other, update included. The ratios, x fp32, are those of eager steps.",
         f"Launches alone ({mode}): at most {graph} {unit}s/s replayed, {eager} eager "
         f"({LAUNCH_SOURCE}).",
-        f"Update counted as: {paths}. SGD with momentum on these parameters, ms a step with the "
-        f"gradient's write and the weights' cast: {recipes}.",
+        f"Update counted as: {paths}. SGD with momentum on these parameters takes, in ms a step: "
+        f"{recipes}. This holds the gradient's write and the weights' cast.",
         "Memory without workspaces and results on their way; B/parameter without activations.",
     ]
 
