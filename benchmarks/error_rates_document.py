@@ -226,9 +226,9 @@ that clear cases end early (column "seeds used").
 
 `until=decided max_seeds=10` looks after every seed from the third on. It has spent
 (n / 10)^1.5 of the 5 % after n seeds (Kim and DeMets 1987). It spends little at the first looks and
-most at the last, where it decides most. The alpha of each look is simulated as Pocock's is. From five seeds on it gives up
-where 5 % without looks would take more than 30 seeds. That is not binding, so it only lowers the
-rates. {_compared(results)}
+most at the last, where it decides most. The alpha of each look is simulated as Pocock's is. From
+five seeds on it gives up where 5 % without looks would take more than 30 seeds. That is not
+binding, so it only lowers the rates. {_compared(results)}
 
 A program of its own, which knows the margin beforehand, gave the same shares of right words to
 within 0.8 points. Its numbers of seeds were the same to within 0.1 (29 November 2026; the figures
@@ -241,8 +241,9 @@ one. False "matches" at the margin are:
 {_noise_lines(results)}
 
 MLPerf's records end on few values. In 11 % of the draws of three seeds all differences of equal
-seeds are equal, and so is the margin itself. Rounding decides between two words there. The ratio test
-takes FP32's scatter into account there; the table of other noises at the end was drawn before.
+seeds are equal, and so is the margin itself. Rounding decides between two words there. The ratio
+test takes FP32's scatter into account there; the table of other noises at the end was drawn
+before.
 
 ## One pair of runs
 

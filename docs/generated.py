@@ -141,7 +141,7 @@ def _casts(products: ScaledProducts) -> str:
         part += f", of weights {products.weight_granularity}"
     scale = _SCALES[products.scale].format(products, _ROUNDED[products.scale_rounding])
     more = "; gradients rounded stochastically" * (products.grad_rounding == "stochastic")
-    more += "; Hadamard transform of the weight's gradient" * bool(products.hadamard)
+    more += ". Hadamard transform of the weight's gradient" * bool(products.hadamard)
     return f"{formats}; a scale {part}{scale}{more}"
 
 

@@ -178,7 +178,7 @@ class FlatReduction:
             if used and not own:
                 raise MprunError(
                     f"parameter {number} has no gradient on rank {self.group.rank}, but some rank "
-                    "had one in the first step; all ranks must use the same parameters in every "
+                    "had one in the first step. All ranks must use the same parameters in every "
                     "step"
                 )
         return {number: like for number, like in enumerate(likes) if like is not None}

@@ -99,7 +99,7 @@ def _copied(value: Any, changed: Mapping[int, Tensor], copies: dict[int, Any]) -
     except Exception as error:
         raise RuntimeError(
             f"a prepared model takes and returns tensors; in a {type(value).__name__}, which "
-            "copy.copy refuses, they would pass without a cast; pass and return tensors, and build "
+            "copy.copy refuses, they would pass without a cast. Pass and return tensors, and build "
             "it outside the model"
         ) from error
     if isinstance(value, dict):

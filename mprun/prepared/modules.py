@@ -112,6 +112,6 @@ def refuse_moved(now: Tensor, device_type: str, dtype: torch.dtype) -> NoReturn:
     """Raise RuntimeError: a model has another device or dtype than where it was prepared."""
     raise RuntimeError(
         f"the model was prepared on {device_type} in {dtype} and is now on {now.device.type} in "
-        f"{now.dtype}; move and cast it before mprun.prepare, whose mode decides on the dtype of "
+        f"{now.dtype}; move and cast it before mprun.prepare. The mode decides on the dtype of "
         "each operation"
     )

@@ -214,9 +214,8 @@ def make_nodes(
         if "functorch" not in str(error):
             raise
         raise RuntimeError(
-            "torch.func transforms a prepared model where its casts or loss scale are nodes of "
-            "autograd, which it cannot; use torch.autograd.grad, or transform a copy from before "
-            "mprun.prepare"
+            "torch.func cannot transform a prepared model whose casts or loss scale are nodes of "
+            "autograd; use torch.autograd.grad, or transform a copy from before mprun.prepare"
         ) from error
     mark(found[:1], what, owner)  # one node has made all
     return found
@@ -321,14 +320,14 @@ def refuse_leaks(roots: Iterable[Root]) -> None:
         if inside is not None and inside.scale is not None and hasattr(node, "variable"):
             raise RuntimeError(
                 "a tensor that requires gradients enters a prepared model past its inputs, so its "
-                "gradient would be scaled; pass it to forward, or keep it in an attribute of a "
-                "module"
+                "gradient would be scaled. Either pass it to forward, or keep it in a module's "
+                "attribute"
             )
         if owner is not None and owner is not inside and owner.scale is not None:
             raise RuntimeError(
                 "a tensor from inside a prepared model is a part of the loss, but none of "
-                "its outputs, so its gradient has no scale; return it from forward, or keep it "
-                "in an attribute of a module"
+                "its outputs, so its gradient has no scale. Either return it from forward, or keep "
+                "it in a module's attribute"
             )
 
 

@@ -187,7 +187,7 @@ class Backward(ABC):
         """Raise RuntimeError: torch.autocast is active."""
         raise RuntimeError(
             "torch.autocast is active around a model, or the backward pass of one, prepared as "
-            f"precision={self.policy.name}; remove it: the precision mode decides on the dtype of "
+            f"precision={self.policy.name}. Remove it: the precision mode decides on the dtype of "
             "each operation"
         )
 

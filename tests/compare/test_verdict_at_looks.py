@@ -89,5 +89,5 @@ def test_logs_without_seeds_have_no_order_in_which_looks_could_take_them():
     verdict, _ = judge(own, base, question)
     assert (verdict.look, verdict.method, verdict.seeds) == (5, "Welch", [0, 1, 2, 3, 4])
     own.runs.pop()
-    with pytest.raises(BadInput, match="--looks 3,5: 4 and 5 runs that name no seeds, so nothing"):
+    with pytest.raises(BadInput, match="--looks 3,5: 4 and 5 runs name no seeds, so nothing says"):
         judge(own, base, question)

@@ -317,7 +317,7 @@ def _align(arms: list[Arm], scalar: str) -> list[str]:
     if not equal and len(common) < _FEWEST_STEPS:
         raise BadInput(
             f"{shortest.path}: has {len(common)} steps in common with {longest.path} and the other "
-            "logs: must be 3 or more; log at equal steps, or say with --step COLUMN what counts "
+            "logs: must be 3 or more. Log at equal steps, or say with --step COLUMN what counts "
             "them"
         )
     judged = common[-foreign_width(len(common)) :]

@@ -164,8 +164,8 @@ class Wanted:
             if key not in (steps, name) and len(found) > 1:
                 raise BadInput(
                     f"{self.path}: --scalar {self.scalar}: is of several values of {key!r} "
-                    f"({listed(found)}); must be of one, e.g. --scalar {found[-1]}/{self.scalar}, "
-                    "or, if they are one curve, without this field"
+                    f"({listed(found)}); must be of one, e.g. --scalar {found[-1]}/{self.scalar}. "
+                    "If they are one curve, leave out this field"
                 )
 
     def _numbers(self, cells: Sequence[tuple[str, Any]]) -> list[float]:

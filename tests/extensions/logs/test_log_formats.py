@@ -333,8 +333,8 @@ def test_an_installed_package_adds_a_format(tmp_path, monkeypatch):
         ("a.csv", TABLE + "4,9\n10,8\n12,8\n", "line 12: goes back to step 4 after 10, with 2 val"),
         ("a.log", lines(SIMPLE), "--scalar loss: is of several values of 'kind of line' (train, t"),
         ("a.csv", "Split,step,loss\ntrain,1,2\neval,2,1\n", "--scalar loss: is of several values "
-         "of 'Split' (eval, train); must be of one, e.g. --scalar train/loss, or, if they are one "
-         "curve, without this field"),
+         "of 'Split' (eval, train); must be of one, e.g. --scalar train/loss. If they are one "
+         "curve, leave out this field"),
         ("a.json", '[{"step": 1, "loss": 2}, {"step": 3, "loss": 2, "context": {"subset": "val"}}]',
          "--scalar loss: is of several values of 'context.subset' (none, val); must be of one"),
         ("a.json", '{"a\\nb": [1, 2]}', "--scalar loss: not there; has 'a\\nb'"),

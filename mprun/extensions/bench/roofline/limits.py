@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 LIMIT = (
     "no step passes it, compiled or not, under these assumptions. Products run one after the other "
-    "with all their multiply-adds. They read each operand once in the format that they multiply and "
-    "write each result once. The update reads gradients and moves weights and state. All else "
+    "with all their multiply-adds. They read each operand once in the format that they multiply "
+    "and write each result once. The update reads gradients and moves weights and state. All else "
     "(casts, norms, losses) is folded into these for nothing. No tensor waits in a cache for the "
     "next kernel"
 )
