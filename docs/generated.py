@@ -84,6 +84,7 @@ _SCALES = {
     "pow2": ", a power of two",
     "e8m0": ", a power of two {1}",
     "e4m3": ", in E4M3, and one of the tensor",
+    "four_over_six": " to 6 or to 4, in E4M3, and one of the tensor",
 }
 _ROUNDED = {
     "rceil": "rounded up",

@@ -134,8 +134,9 @@ class MatmulConfig:
         None, "That of weights, as 16x16, which needs one cast; null: the same"
     )
     scale: str = one_of(
-        "fp32 pow2 e8m0 e4m3 delayed",
-        "pow2: down to a power of two; e8m0: MX; e4m3: FP32 and E4M3, NVFP4; delayed: of the past",
+        "fp32 pow2 e8m0 e4m3 four_over_six delayed",
+        "pow2: down to a power of two; e8m0: MX; e4m3: NVFP4; four_over_six: NVFP4 to 6 or 4; "
+        "delayed: of the past",
     )
     scale_rounding: str = one_of(
         "rceil ceil even floor", "scale=e8m0: its rounding; rceil never clips; floor: OCP MX 1.0"

@@ -7,6 +7,7 @@
            ceil amax fits; with even and floor it may be clipped
     e4m3   two levels: top * 448 / amax of the tensor in FP32, of the block in E4M3 (NVFP4, arXiv
            2509.25149; each step rounded as in Transformer Engine's core_nvfp4.cuh)
+    four_over_six  as e4m3, by which the largest number becomes 6 or 4 (`four_over_six`)
     delayed  as fp32, but of the amax of earlier updates (`delayed_scaling`)
 
 Powers of two are made of exponent bits: a logarithm in FP32 is one off near a power of two. Ends of
@@ -21,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from mprun.precision import four_over_six
 from mprun.precision.philox import IN_BLOCK, bits_of, micro_batches
 
 _F32_MAX = torch.finfo(torch.float32).max
@@ -90,19 +92,27 @@ class Operand(NamedTuple):
         """Return a dtype that a GPU multiplies and that has every decoded number."""
         return torch.bfloat16 if SCALES[self.scale].in_bf16 else torch.float32
 
+    @property
+    def largest(self) -> float:
+        """Return the largest decoded number of a scale with two levels, without the tensor's."""
+        return SCALES[self.scale].two_levels * self.element.top
+
 
 class Scale(NamedTuple):
     """A kind of scale.
 
     of: amax, element and rounding -> factor before the cast, factor after it, and if `two_levels`
-    amax of the tensor. in_bf16: element times factor is a BF16 number. is_kept: `of` reads it from
-    the numbers of the tensor that `delayed_scaling` keeps, its last argument.
+    amax of the tensor. in_bf16: element times factor is a BF16 number. two_levels: the largest
+    factor of a block, or 0. is_kept: `of` reads it from the numbers of the tensor that
+    `delayed_scaling` keeps, its last argument. of_numbers: `of` reads a block's numbers; what it
+    gets more are these, by blocks, and a function that rounds to the element.
     """
 
     of: Callable[..., tuple[Tensor, Tensor, Tensor | None]]
     in_bf16: bool
-    two_levels: bool = False
+    two_levels: int = 0
     is_kept: bool = False
+    of_numbers: bool = False
 
 
 def _inverse(encode: Tensor) -> Tensor:
@@ -159,6 +169,12 @@ def _e4m3(amax: Tensor, element: Element, rounding: str) -> tuple[Tensor, Tensor
     return encode, stored, whole
 
 
+def _four_over_six(
+    amax: Tensor, element: Element, rounding: str, wide: Tensor, rounded: Callable[..., Tensor]
+) -> tuple[Tensor, Tensor, Tensor]:
+    return four_over_six.better(wide, amax, element.top, rounded)
+
+
 def _delayed(
     amax: Tensor, element: Element, rounding: str, kept: Tensor | None = None
 ) -> tuple[Tensor, Tensor, None]:
@@ -174,7 +190,10 @@ SCALES = {
     "fp32": Scale(_fp32, in_bf16=False),
     "pow2": Scale(_pow2, in_bf16=True),
     "e8m0": Scale(_e8m0, in_bf16=True),
-    "e4m3": Scale(_e4m3, in_bf16=True, two_levels=True),
+    "e4m3": Scale(_e4m3, in_bf16=True, two_levels=448),
+    "four_over_six": Scale(
+        _four_over_six, in_bf16=True, two_levels=four_over_six.BOUND, of_numbers=True
+    ),
     "delayed": Scale(_delayed, in_bf16=False, is_kept=True),
     "none": Scale(_one, in_bf16=True),  # of granularity none
 }
@@ -259,7 +278,9 @@ def cast_blocks(
     whole_blocks = filled(matrix, -n % rows, -k % columns).float()
     wide = whole_blocks.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
     amax = wide.abs().amax((1, 3), keepdim=True)
-    encode, factor, whole = SCALES[scale].of(amax, own, rounding)
+    kind, one = SCALES[scale], amax.new_ones(())
+    more = (wide, lambda numbers: decoded(encoded(numbers, own), one)) if kind.of_numbers else ()
+    encode, factor, whole = kind.of(amax, own, rounding, *more)
     random = _random_bits(wide, stream) if stream else None
     values = encoded(wide * encode, own, random).flatten(0, 1).flatten(1)[:n, :k].contiguous()
     factor = factor.flatten(0, 1).flatten(1)
@@ -287,11 +308,12 @@ def cast_blocks_by_kernel(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Compute `cast_blocks` in one launch, and one for amax of a tensor.
 
-    Blocks that are no power of two, or large, are cast by torch's operations.
+    Blocks that are no power of two, or large, are cast by torch's operations, and those whose scale
+    is of all of their numbers.
     """
     (n, k), given = matrix.shape, (rows, columns)
     rows, columns = _fitted(rows, n), _fitted(columns, k)
-    count = rows * columns if all(given) else 0
+    count = rows * columns if all(given) and not SCALES[scale].of_numbers else 0
     try:
         # Imported here: only torch for CUDA on Linux includes Triton.
         from mprun.precision import cast_kernels_triton as kernels

@@ -20,7 +20,11 @@ from mprun.precision.block_formats import Operand, filled, in_blocks
 from mprun.precision.torch_update import is_granted
 
 # Scale and numbers along the sum that share it -> elements. torch 2.15 refuses E5M2 beside E4M3.
-MULTIPLIED = {("e8m0", 32): ("e4m3", "e2m1"), ("e4m3", 16): ("e2m1",)}
+MULTIPLIED = {
+    ("e8m0", 32): ("e4m3", "e2m1"),
+    ("e4m3", 16): ("e2m1",),
+    ("four_over_six", 16): ("e2m1",),
+}
 CAPABILITIES = ((10, 0), (10, 3))  # those known to have them; of 12.0 it is not known
 _MULTIPLE = 32  # of every size
 _CLOSE = 2.0**-10  # of the sum of magnitudes; one scale in a wrong place is further off
@@ -87,7 +91,7 @@ def _both_ways(
         codes.append((values, in_blocks(factor, block, values.shape)))
         number = torch.ops.mprun.cast_blocks(matrix, *form, torch.float32)[0].double()
         if whole.dim() == 0:
-            tensors.append(whole / (448 * operand.element.top))
+            tensors.append(whole / operand.largest)
             number *= tensors[-1]
         wide.append(number)
     (a, factor_a), (b, factor_b) = codes

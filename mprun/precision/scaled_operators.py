@@ -3,7 +3,6 @@
 It counts as one of its owner's `Calls`. `scaled_products` knows which product needs which cast.
 """
 
-import math
 from collections import Counter
 from itertools import count
 from typing import Any, ClassVar, NamedTuple
@@ -12,7 +11,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from mprun.precision.block_formats import ELEMENTS, apart, decoded, filled, library
+from mprun.precision.block_formats import apart, decoded, filled, library
 from mprun.precision.block_products import multiplied_in_blocks, padded
 from mprun.torch_private import scaled_mm
 
@@ -46,8 +45,9 @@ class Product(NamedTuple):
 
     a, b: [n, k] and [k, m], codes or the numbers that their casts have decoded. factor_a, factor_b:
         see `block_formats.decoded`. whole_a, whole_b: amax of the tensors, of scales with two
-        levels. fast: the Tensor Core alone adds up. names: of the formats, "e4m3 x e4m3".
-        decoded_to: the dtype in which a GPU multiplies decoded numbers; None: it multiplies codes.
+        levels. fast: the Tensor Core alone adds up. tops: product of the largest numbers of both,
+        with scales of two levels. names: of the formats, "e4m3 x e4m3". decoded_to: the dtype in
+        which a GPU multiplies decoded numbers; None: it multiplies codes.
     """
 
     a: Tensor
@@ -59,6 +59,7 @@ class Product(NamedTuple):
     dtype: torch.dtype
     fast: bool
     counted_by: int
+    tops: float
     names: str
     decoded_to: torch.dtype | None
 
@@ -71,9 +72,8 @@ class Product(NamedTuple):
         """
         if self.whole_a is None or self.whole_b is None:
             return ()
-        tops = math.prod(448 * ELEMENTS[name].top for name in self.names.split(" x "))
         larger = torch.maximum(self.whole_a, self.whole_b)
-        return larger * (1 / tops), torch.minimum(self.whole_a, self.whole_b)
+        return larger * (1 / self.tops), torch.minimum(self.whole_a, self.whole_b)
 
     def finished(self, sums: Tensor) -> Tensor:
         """Return sums times the scales of both tensors, if these have two levels, in `dtype`."""
@@ -125,7 +125,7 @@ def promised(*given: Any) -> Tensor:
 
 library.define(
     "scaled_mm(Tensor a, Tensor b, Tensor factor_a, Tensor factor_b, Tensor? whole_a,"
-    " Tensor? whole_b, ScalarType dtype, bool fast, int counted_by, str names,"
+    " Tensor? whole_b, ScalarType dtype, bool fast, int counted_by, float tops, str names,"
     " ScalarType? decoded) -> Tensor"
 )
 library.impl("scaled_mm", apart(multiplied_on_cpu), "CPU")

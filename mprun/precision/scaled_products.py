@@ -278,7 +278,9 @@ def product(
     how = a.operand.decoded_to if a.operand.decoded and not a.operand.native else None
     names = f"{a.operand.element.name} x {b.operand.element.name}"
     factors = a.spread, b.spread, a.whole, b.whole
-    return torch.ops.mprun.scaled_mm(a.values, right, *factors, dtype, fast, counted_by, names, how)
+    tops = a.operand.largest * b.operand.largest
+    told = dtype, fast, counted_by, tops, names, how
+    return torch.ops.mprun.scaled_mm(a.values, right, *factors, *told)
 
 
 def why_decoded(products: ScaledProducts, device: torch.device) -> str | None:

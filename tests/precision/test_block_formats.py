@@ -171,6 +171,8 @@ CASTS = {
     **{f"mx {e.name} {how}": (dataclasses.replace(MX, scale_rounding=how), e) for e, how in PAIRS},
     "nv 1x16": (NV, E2M1),
     "nv 16x16": (dataclasses.replace(NV, granularity="16x16"), E2M1),
+    "4/6 1x16": (dataclasses.replace(NV, scale="four_over_six"), E2M1),
+    "4/6 16x16": (dataclasses.replace(NV, granularity="16x16", scale="four_over_six"), E2M1),
     "fp8 1x128": (dataclasses.replace(MX, granularity="1x128", scale="pow2"), E4M3),
     "fp8 16x128, fp32": (dataclasses.replace(MX, granularity="16x128", scale="fp32"), E4M3),
     "e2m1 of rows": (dataclasses.replace(NV, granularity="row", scale="fp32"), E2M1),
@@ -183,7 +185,9 @@ def different(products, element, matrix):
     return int((numbers(cast(matrix, operand)) != exactly(operand, matrix)).sum())
 
 
-@pytest.mark.parametrize("name", ["mx e4m3 rceil", "mx e2m1 even", "nv 16x16", "fp8 1x128"])
+@pytest.mark.parametrize(
+    "name", ["mx e4m3 rceil", "mx e2m1 even", "nv 16x16", "4/6 1x16", "fp8 1x128"]
+)
 def test_a_ragged_matrix_is_cast_exactly(name):
     """19 x 40 fills no block: its end counts as zeros."""
     products, element = CASTS[name]
@@ -343,10 +347,10 @@ def of_product(operand, matrix):
         found = numbers(made if dim == -1 else made.T).double()
     else:
         found = exactly(operand, matrix).double()
-    if operand.scale != "e4m3":
+    if not (largest := {"e4m3": 448, "four_over_six": 256}.get(operand.scale)):
         return found
     amax = (turn(matrix, -1) if operand.turned else matrix).abs().max().double()
-    return found * amax / (448 * operand.element.top)
+    return found * amax / (largest * operand.element.top)
 
 
 def layer_input_gradient(layer, x, gradient):

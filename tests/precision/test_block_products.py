@@ -139,7 +139,8 @@ def test_any_size_is_multiplied(sizes, products, monkeypatch):
         a, b = cast(left, pair[0]), cast(right.t(), pair[1]).T
         expected = product(a, b, torch.float32)
         codes = a.values, b.values, a.spread, b.spread
-        form = torch.float32, False, 0, "e2m1 x e2m1", None
+        tops = a.operand.largest * b.operand.largest
+        form = torch.float32, False, 0, tops, "e2m1 x e2m1", None
         tensors = Product(*codes, a.whole, b.whole, *form).tensors
         found = multiplied_in_blocks(*codes, torch.float32, tensors)
         assert found.is_contiguous()

@@ -110,7 +110,7 @@ def test_nothing_is_padded_by_nothing(by_row):
     factors = (torch.ones(32, 1), torch.ones(1, 32)) if by_row else (torch.ones(()),) * 2
     with Copies() as copies:
         multiplied_on_cuda(
-            a, b.t(), *factors, None, None, torch.bfloat16, True, 0, "e4m3 x e4m3", None
+            a, b.t(), *factors, None, None, torch.bfloat16, True, 0, 0.0, "e4m3 x e4m3", None
         )
         turn(torch.ones(32, 32), -1)
         turn(torch.ones(32, 32), 0)

@@ -55,6 +55,8 @@ OTHERS |= {
 RECIPE = (E2M1, E2M1, E2M1, "1x16", "16x16", "e4m3", "rceil")
 RECIPE += (1024, 0, "stochastic", ("grad_weight",))  # history and margin, of no effect
 OTHERS["nvfp4"] = (TABLE["bf16_master"], "nearest", (*RECIPE, (), ("*",)))
+FOUR_OVER_SIX = ("four_over_six" if own == "e4m3" else own for own in RECIPE)
+OTHERS["nvfp4_4over6"] = (TABLE["bf16_master"], "nearest", (*FOUR_OVER_SIX, (), ("*",)))
 REST = (None, "after", "rank", "nearest", None, None)  # of reductions, update and products
 
 
@@ -106,7 +108,7 @@ def test_these_are_all_files_and_this_is_their_order():
     order = [*TABLE]
     order[6:6] = ["bf16_kahan"]
     order[8:8] = ["bf16_stochastic"]
-    assert ALL_MODES == [*order, *sorted([*OF_PRODUCTS, "nvfp4"])]
+    assert ALL_MODES == [*order, *sorted(name for name, own in OTHERS.items() if own[2])]
 
 
 def test_a_folder_of_ones_own_says_what_a_mode_is(tmp_path):

@@ -466,7 +466,7 @@ def test_a_compiler_is_promised_the_strides_of_cuda(sizes, by_row):
     n, k, m = sizes
     a, b = torch.randn(n, k).to(E4M3.dtype), torch.randn(m, k).to(E4M3.dtype).t()
     factors = (torch.rand(n, 1), torch.rand(1, m)) if by_row else (torch.rand(()), torch.rand(()))
-    form = (a, b, *factors, None, None, torch.bfloat16, True, 0, "e4m3 x e4m3", None)
+    form = (a, b, *factors, None, None, torch.bfloat16, True, 0, 0.0, "e4m3 x e4m3", None)
     found, told = multiplied_on_cuda(*form), promised(*(t.to("meta") for t in form[:4]), *form[4:])
     assert (found.shape, found.stride()) == (told.shape, told.stride())
     # Both round the sum of k terms once, in their own order.

@@ -149,7 +149,7 @@ def casted(matrix: Tensor, operand: Operand, dim: int, kept: Tensor | None = Non
     x = (turn(matrix, dim) if operand.turned else matrix).double()
     q, limit = decoded(found.values, found.spread).double(), found.spread.double()
     if found.whole is not None:  # two levels
-        whole = found.whole.double() / (448 * operand.element.top)
+        whole = found.whole.double() / operand.largest
         q, limit = q * whole, limit * whole
     limit, size, (n, k) = limit * operand.element.top, x.abs(), x.shape
     if limit.dim() == 4:  # of blocks, whose last ones may be cut
