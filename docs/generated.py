@@ -8,6 +8,7 @@ import json
 import math
 import os
 import re
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -141,9 +142,21 @@ def _casts(products: ScaledProducts) -> str:
     if products.weight_granularity is not None:
         part += f", of weights {products.weight_granularity}"
     scale = _SCALES[products.scale].format(products, _ROUNDED[products.scale_rounding])
-    more = "; gradients rounded stochastically" * (products.grad_rounding == "stochastic")
-    more += ". Hadamard transform of the weight's gradient" * bool(products.hadamard)
+    more = {
+        "nearest": "",
+        "stochastic": "; gradients rounded stochastically",
+        "both": "; products of gradients rounded stochastically",
+    }[products.grad_rounding]
+    if products.hadamard:
+        more += ". Hadamard transform of " + _gradients(products.hadamard)
+    if products.high_precision:
+        more += f"; {_gradients(products.high_precision)} not"
     return f"{formats}; a scale {part}{scale}{more}"
+
+
+def _gradients(products: Sequence[str]) -> str:
+    names = {"output": "the output", "grad_input": "the input's gradient"}
+    return " and ".join(names.get(own, "the weight's gradient") for own in products)
 
 
 _PAPER = Path(__file__).resolve().parent / "results" / "2026-11-27-cpu-paper.json"

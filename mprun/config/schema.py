@@ -10,7 +10,7 @@ conf/scaler, and those of the user's `--config-dir`.
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from omegaconf import MISSING
 
@@ -26,6 +26,7 @@ from mprun.config.fields import (
     setting,
     share,
 )
+from mprun.config.products import MatmulConfig
 from mprun.config.registry import (
     OPTIMIZERS,
     SCALERS,
@@ -110,56 +111,6 @@ _MUON = ("momentum", "nesterov", "betas", "eps", "newton_schulz_dtype", "adjust_
 _MUON_AT = "mprun.precision.muon:Muon"
 _OF_MUON = (*_MUON, "adamw_lr_factor")
 optimizer("muon", builder=_MUON_AT, needs=_OF_MUON, of_matrices=True)(OptimConfig)
-
-
-def _format(of: str) -> Any:
-    return one_of("e4m3 e5m2 e2m1", f"Format of {of} in linear layers; null: uncast", default=None)
-
-
-_PRODUCTS = "output grad_input grad_weight"
-
-
-@dataclass(slots=True)
-class MatmulConfig:
-    """Formats of the operands of linear layers' products."""
-
-    input: str | None = _format("the input")
-    weight: str | None = _format("the weight")
-    grad_output: str | None = _format("the gradient of the output")
-    granularity: str = setting(
-        "tensor",
-        "Part that shares a scale: tensor, row, or RxC: R rows of C numbers along the sum; none: 1",
-    )
-    weight_granularity: str | None = setting(
-        None, "That of weights, as 16x16, which needs one cast; null: the same"
-    )
-    scale: str = one_of(
-        "fp32 pow2 e8m0 e4m3 four_over_six delayed",
-        "pow2: down to a power of two; e8m0: MX; e4m3: NVFP4; four_over_six: NVFP4 to 6 or 4; "
-        "delayed: of the past",
-    )
-    scale_rounding: str = one_of(
-        "rceil ceil even floor", "scale=e8m0: its rounding; rceil never clips; floor: OCP MX 1.0"
-    )
-    history: int = count(
-        1024, "scale=delayed: of how many updates the largest magnitude counts", at_most=1_000_000
-    )
-    margin: int = from_zero(
-        0, "scale=delayed: powers of two left free above that magnitude", at_most=64
-    )
-    grad_rounding: str = one_of(
-        "nearest stochastic", "Rounding of the output's gradient; stochastic: right on average"
-    )
-    hadamard: list[str] = one_of(
-        _PRODUCTS, "Products whose operands a Hadamard matrix of 16 turns first", default=list
-    )
-    high_precision: list[str] = one_of(
-        _PRODUCTS, "Products that stay as without these formats", default=list
-    )
-    modules: list[str] = setting(
-        lambda: ["*"],
-        "Name patterns of the layers, an output layer in full; !PATTERN, !last 15% take out",
-    )
 
 
 @dataclass(slots=True)

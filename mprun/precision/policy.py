@@ -132,7 +132,7 @@ class PrecisionPolicy:
     @property
     def draws(self) -> bool:
         """Return whether products round at random, with the bits of a micro-batch."""
-        return self.matmul is not None and self.matmul.grad_rounding == "stochastic"
+        return self.matmul is not None and self.matmul.grad_rounding != "nearest"
 
 
 # Fields that hold words, with the allowed ones; then fields with neither words nor dtypes.
@@ -143,7 +143,7 @@ _WORDS = {
     "rounding": ("nearest", "stochastic", "kahan"),
     "scale": tuple(name for name in SCALES if name != "none"),
     "scale_rounding": SCALE_ROUNDINGS,
-    "grad_rounding": ("nearest", "stochastic"),
+    "grad_rounding": ("nearest", "stochastic", "both"),
     "state_dtype": tuple(name for name in STATE_FORMATS if name),
 }
 _LISTS = ("hadamard", "high_precision", "modules")

@@ -78,6 +78,7 @@ class ScaledProducts:
     scale, scale_rounding: see `block_formats`; the rounding is that of scale e8m0.
     history, margin: of scale delayed, see `delayed_scaling`.
     grad_rounding: "stochastic": of the gradient of the output, with other bits in each product.
+        "both": of the other operand of these products, too, so that they are right on average.
     hadamard: those of `PRODUCTS` whose operands are turned before their cast.
     high_precision: those of `PRODUCTS` that stay in the dtype of the mode.
     modules: see `chosen_layers`.
@@ -123,8 +124,12 @@ class ScaledProducts:
         granularity = own or self.granularity
         scale = "none" if self.granularity == "none" else self.scale
         turned = product in self.hadamard
-        is_random = name == "grad_output" and self.grad_rounding == "stochastic"
-        stream = stream_of(f"{layer}.{product}") if is_random else 0
+        of_both = self.grad_rounding == "both" and product != "output"
+        stream = 0
+        if name == "grad_output" and self.grad_rounding != "nearest":
+            stream = stream_of(f"{layer}.{product}")
+        elif of_both:
+            stream = stream_of(f"{layer}.{product}.{name}")
         form = (block_of(granularity), scale, self.scale_rounding, turned, self.decoded, stream)
         return Operand(getattr(self, name), *form, OPERANDS.index(name))
 
@@ -133,7 +138,7 @@ class ScaledProducts:
 
         Layers that compute alike get one object, which compiled code asks for by identity.
         """
-        layer = layer if self.grad_rounding == "stochastic" else ""
+        layer = layer if self.grad_rounding != "nearest" else ""
         native = device is not None and why_decoded(self, device) is None
         return _plan(self, layer, native)
 

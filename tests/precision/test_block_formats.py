@@ -332,6 +332,8 @@ def test_products_of_a_layer_are_those_of_the_decoded_operands(mode):
         ("grad_input", layer_input_gradient(layer, x, g), ("grad_output", g), ("weight", w.t())),
         ("grad_weight", layer.weight.grad, ("grad_output", g.t()), ("input", x.t())),
     ):
+        if name in products.high_precision:
+            continue
         a, b = (
             of_product(products.operand(own, name, "0"), matrix) for own, matrix in (left, right)
         )

@@ -57,6 +57,9 @@ RECIPE += (1024, 0, "stochastic", ("grad_weight",))  # history and margin, of no
 OTHERS["nvfp4"] = (TABLE["bf16_master"], "nearest", (*RECIPE, (), ("*",)))
 FOUR_OVER_SIX = ("four_over_six" if own == "e4m3" else own for own in RECIPE)
 OTHERS["nvfp4_4over6"] = (TABLE["bf16_master"], "nearest", (*FOUR_OVER_SIX, (), ("*",)))
+RECIPE = (E2M1, E2M1, E2M1, "1x32", None, "e8m0", "rceil", 1024, 0, "both")
+RECIPE += (("grad_input", "grad_weight"), ("output",), ("*",))
+OTHERS["mxfp4_hadamard"] = (TABLE["bf16_master"], "nearest", RECIPE)
 REST = (None, "after", "rank", "nearest", None, None)  # of reductions, update and products
 
 

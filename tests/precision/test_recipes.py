@@ -3,6 +3,9 @@
 Counts, of numbers that differ, stand beside each comparison.
 """
 
+import dataclasses
+from fractions import Fraction as Q
+
 import numpy as np
 import pytest
 import torch
@@ -14,9 +17,11 @@ from mprun.precision.philox import micro_batches
 from mprun.precision.scaled_linear import install
 from mprun.precision.scaled_operators import Calls
 
+from . import exact_formats as exact
+
 E2M1 = ELEMENTS["e2m1"]
 ONE = torch.ones(())
-RECIPES = ["nvfp4_4over6"]
+RECIPES = ["nvfp4_4over6", "mxfp4_hadamard"]
 
 
 def heavy(*shape, spread=1.5, seed=0):
@@ -169,3 +174,75 @@ def test_squares_of_small_numbers_do_not_underflow(rows):
     expected = four_over_six(matrix, rows)
     found = four_over_six(matrix * 2.0**-90, rows)
     assert all(map(torch.equal, found, expected))
+
+
+# MXFP4 with a Hadamard transform and stochastic rounding, after arXiv 2502.20586.
+
+
+def gradients(products, x, gradient, times=1):
+    """The gradients of the weight and of the input in so many micro-batches."""
+    layer = nn.Linear(x.size(1), gradient.size(1), bias=False)
+    layer.weight.data = heavy(gradient.size(1), x.size(1), seed=3)
+    install(nn.Sequential(layer, nn.ReLU()), products, {})
+    of_weight, of_input = [], []
+    for number in range(times):
+        micro_batches.begin_step(x.device, 7, number)
+        own = x.clone().requires_grad_()
+        layer.weight.grad = None
+        layer(own).backward(gradient)
+        of_weight.append(layer.weight.grad)
+        of_input.append(own.grad)
+    expected = gradient.t().double() @ x.double(), gradient.double() @ layer.weight.double()
+    return zip((torch.stack(of_weight), torch.stack(of_input)), expected, strict=True)
+
+
+def off(products, times=300):
+    """How many standard errors the mean of each number of both gradients is off, by median."""
+    for found, expected in gradients(products, heavy(32, 48), heavy(32, 64, seed=2), times):
+        error = found.double().std(0) / times**0.5
+        yield ((found.double().mean(0) - expected).abs() / error).median().item()
+
+
+def test_both_gradients_are_right_on_average():
+    """Of a normal distribution half of all numbers are within 0.67 standard errors."""
+    recipe = get_policy("mxfp4_hadamard").matmul
+    assert all(far < 0.8 for far in off(recipe))
+    # With the other operand to nearest its error stays, whatever the number of draws.
+    assert all(far > 1.5 for far in off(dataclasses.replace(recipe, grad_rounding="stochastic")))
+
+
+def test_the_output_of_the_recipe_is_that_of_the_mode():
+    x, layer = heavy(8, 64).bfloat16(), nn.Linear(64, 32).bfloat16()
+    expected = layer(x)
+    install(nn.Sequential(layer, nn.ReLU()), get_policy("mxfp4_hadamard").matmul, {})
+    assert torch.equal(layer(x), x @ layer.weight.t() + layer.bias)
+    assert torch.allclose(layer(x), expected, rtol=2**-7, atol=2**-7)
+
+
+@pytest.mark.parametrize("operand", ["grad_output", "input", "weight"])
+def test_a_stochastic_cast_is_a_neighbour_by_fractions(operand):
+    """0 of 6,144 numbers are other than the two of E2M1 beside the exact quotient."""
+    product = "grad_input" if operand == "weight" else "grad_weight"
+    own = get_policy("mxfp4_hadamard").matmul.operand(operand, product, "a")
+    assert own.stream
+    matrix = heavy(32, 64)
+    micro_batches.begin_step(matrix.device, 0, 0)
+    form = own.element.name, *own.block, own.scale, own.scale_rounding, own.stream
+    codes, factor, _ = cast_blocks(matrix, *form)
+    numbers = decoded(codes, ONE)
+    grid, wrong, differ = sorted({*exact.GRIDS["e2m1"], *(-n for n in exact.GRIDS["e2m1"])}), 0, 0
+    for row, values in enumerate(matrix.tolist()):
+        for column, value in enumerate(values):
+            power = exact.e8m0(Q(factor_amax(values, column)), "e2m1", "rceil")
+            assert factor[row, column // 32].item() == 2.0**power
+            quotient = Q(value) / Q(2) ** power
+            lower = max(number for number in grid if number <= quotient)
+            upper = min(number for number in grid if number >= quotient)
+            wrong += Q(numbers[row, column].item()) not in (lower, upper)
+            differ += Q(numbers[row, column].item()) != exact.nearest(quotient, "e2m1")
+    assert wrong == 0 and differ > 100
+
+
+def factor_amax(values, column):
+    start = column // 32 * 32
+    return max(map(abs, values[start : start + 32]))

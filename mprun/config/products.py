@@ -1,0 +1,57 @@
+"""The options of linear layers' products in 8 bits or fewer; a part of `mprun.config.schema`."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from mprun.config.fields import count, from_zero, one_of, setting
+
+
+def _format(of: str) -> Any:
+    return one_of("e4m3 e5m2 e2m1", f"Format of {of} in linear layers; null: uncast", default=None)
+
+
+_PRODUCTS = "output grad_input grad_weight"
+
+
+@dataclass(slots=True)
+class MatmulConfig:
+    """Formats of the operands of linear layers' products."""
+
+    input: str | None = _format("the input")
+    weight: str | None = _format("the weight")
+    grad_output: str | None = _format("the gradient of the output")
+    granularity: str = setting(
+        "tensor",
+        "Part that shares a scale: tensor, row, or RxC: R rows of C numbers along the sum; none: 1",
+    )
+    weight_granularity: str | None = setting(
+        None, "That of weights, as 16x16, which needs one cast; null: the same"
+    )
+    scale: str = one_of(
+        "fp32 pow2 e8m0 e4m3 four_over_six delayed",
+        "pow2: down to a power of two; e8m0: MX; e4m3: NVFP4; four_over_six: NVFP4 to 6 or 4; "
+        "delayed: of the past",
+    )
+    scale_rounding: str = one_of(
+        "rceil ceil even floor", "scale=e8m0: its rounding; rceil never clips; floor: OCP MX 1.0"
+    )
+    history: int = count(
+        1024, "scale=delayed: of how many updates the largest magnitude counts", at_most=1_000_000
+    )
+    margin: int = from_zero(
+        0, "scale=delayed: powers of two left free above that magnitude", at_most=64
+    )
+    grad_rounding: str = one_of(
+        "nearest stochastic both",
+        "Rounding of the output's gradient; stochastic: right on average; both: its products, too",
+    )
+    hadamard: list[str] = one_of(
+        _PRODUCTS, "Products whose operands a Hadamard matrix of 16 turns first", default=list
+    )
+    high_precision: list[str] = one_of(
+        _PRODUCTS, "Products that stay as without these formats", default=list
+    )
+    modules: list[str] = setting(
+        lambda: ["*"],
+        "Name patterns of the layers, an output layer in full; !PATTERN, !last 15% take out",
+    )
