@@ -151,6 +151,8 @@ def _casts(products: ScaledProducts) -> str:
         more += ". Hadamard transform of " + _gradients(products.hadamard)
     if products.high_precision:
         more += f"; {_gradients(products.high_precision)} not"
+    if products.dequantized:
+        more += f"; {_gradients(products.dequantized)} of decoded casts"
     return f"{formats}; a scale {part}{scale}{more}"
 
 

@@ -51,6 +51,11 @@ class MatmulConfig:
     high_precision: list[str] = one_of(
         _PRODUCTS, "Products that stay as without these formats", default=list
     )
+    dequantized: list[str] = one_of(
+        "grad_input grad_weight",
+        "Products of gradients that take what the output's casts decode to, not the uncast numbers",
+        default=list,
+    )
     modules: list[str] = setting(
         lambda: ["*"],
         "Name patterns of the layers, an output layer in full; !PATTERN, !last 15% take out",

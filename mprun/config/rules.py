@@ -276,7 +276,7 @@ _PRODUCTS = {
     "grad_weight": ("grad_output", "input"),
 }
 _OF_BLOCKS = "granularity weight_granularity grad_rounding hadamard"
-_OF_CASTS = f"{_OF_BLOCKS} scale scale_rounding history margin"
+_OF_CASTS = f"{_OF_BLOCKS} scale scale_rounding history margin dequantized"
 
 
 def _multiplies_codes(matmul: schema.MatmulConfig) -> bool:
@@ -313,6 +313,10 @@ def _matmul(matmul: schema.MatmulConfig, mode: str) -> Iterator[str]:
     if len(set(matmul.high_precision)) == len(_PRODUCTS):
         own = f"{key}.high_precision={matmul.high_precision}"
         yield f"{own}: leaves no product in these formats; must name two of them at most"
+    for field in ("high_precision", "hadamard"):
+        if matmul.dequantized and "output" in getattr(matmul, field):
+            given = f"{key}.dequantized={matmul.dequantized}"
+            yield f"{given}: needs casts of the output; must be [] with output in {key}.{field}"
     if not matmul.modules:
         yield f"{key}.modules=[]: must name a layer, or leave the formats null"
 

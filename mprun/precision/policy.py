@@ -146,7 +146,7 @@ _WORDS = {
     "grad_rounding": ("nearest", "stochastic", "both"),
     "state_dtype": tuple(name for name in STATE_FORMATS if name),
 }
-_LISTS = ("hadamard", "high_precision", "modules")
+_LISTS = ("hadamard", "high_precision", "dequantized", "modules")
 _COUNTS = {"history": 1, "margin": 0}  # with the smallest
 
 

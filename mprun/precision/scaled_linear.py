@@ -22,6 +22,7 @@ from mprun.precision.scaled_products import (
     Plan,
     ScaledProducts,
     cast,
+    dequantized,
     product,
 )
 from mprun.torch_private import holds_codes
@@ -61,23 +62,27 @@ class _Linear(torch.autograd.Function):
         saved = ctx.saved_tensors  # a checkpoint returns them only once
         cut = 4 if plan.keeps_input else 1
         x, weight = saved[0], saved[cut]
+        if not plan.keeps_input and ctx.needs_input_grad[1]:
+            x = dequantized(x, plan.decoded_input, kept)
+        if not plan.keeps_weight and ctx.needs_input_grad[0]:
+            weight = dequantized(weight, plan.decoded_weight, kept)
         grad_x = grad_weight = of_gradient = None
         if ctx.needs_input_grad[0]:
             if plan.grad_input is None:
-                grad_x = rows @ weight
+                grad_x = rows @ weight.to(dtype)
             else:
                 left, right = plan.grad_input
-                other = _right(right, plan.keeps_weight, saved[cut:], kept)
+                other = _right(right, plan.keeps_weight, [weight, *saved[cut + 1 :]], kept)
                 layouts = BOTH if plan.keeps_gradient else BY_ROWS
                 of_gradient = cast(rows, left, layouts=layouts, kept=kept)
                 grad_x = _stored(of_gradient, other, dtype, ctx.counted_by)
             grad_x = grad_x.view(ctx.shape)
         if ctx.needs_input_grad[1]:
             if plan.grad_weight is None:
-                grad_weight = rows.t() @ x
+                grad_weight = rows.t() @ x.to(dtype)
             else:
                 left, right = plan.grad_weight
-                own = _right(right, plan.keeps_input, saved[:cut], kept)
+                own = _right(right, plan.keeps_input, [x, *saved[1:cut]], kept)
                 if of_gradient is None or not plan.keeps_gradient:
                     of_gradient = cast(rows, left, 0, TURNED, kept)
                 grad_weight = _stored(of_gradient.T, own, dtype, ctx.counted_by)

@@ -38,6 +38,7 @@ from mprun.precision.block_formats import (
     are_blocks_alike,
     block_of,
     cast_blocks,
+    decoded,
     in_blocks,
 )
 from mprun.precision.fp8_casts import Form, are_alike, cast_fp8
@@ -57,8 +58,9 @@ Pair = tuple[Operand, Operand] | None
 
 
 class Plan(NamedTuple):
-    """The operands of each product of a layer, None: in the dtype of the mode; and which operand's
-    cast serves both of its products."""
+    """The operands of each product of a layer, None: in the dtype of the mode; which operand's cast
+    serves both of its products; and the output's casts that products of gradients take decoded, in
+    place of the uncast input and weight."""
 
     output: Pair
     grad_input: Pair
@@ -66,6 +68,8 @@ class Plan(NamedTuple):
     keeps_input: bool
     keeps_weight: bool
     keeps_gradient: bool
+    decoded_input: Operand | None
+    decoded_weight: Operand | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +85,8 @@ class ScaledProducts:
         "both": of the other operand of these products, too, so that they are right on average.
     hadamard: those of `PRODUCTS` whose operands are turned before their cast.
     high_precision: those of `PRODUCTS` that stay in the dtype of the mode.
+    dequantized: products of gradients that take, cast anew or in the dtype of the mode, the numbers
+        to which the output's casts of input and weight decode.
     modules: see `chosen_layers`.
     """
 
@@ -96,6 +102,7 @@ class ScaledProducts:
     grad_rounding: str = "nearest"
     hadamard: tuple[str, ...] = ()
     high_precision: tuple[str, ...] = ()
+    dequantized: tuple[str, ...] = ()
     modules: tuple[str, ...] = ("*",)
 
     @property
@@ -155,7 +162,12 @@ def _plan(products: ScaledProducts, layer: str, native: bool) -> Plan:
         for product, (left, right) in PRODUCTS.items()
     )
     of_forward = _serves(y and y[0], gw and gw[1]), _serves(y and y[1], gx and gx[1])
-    return Plan(y, gx, gw, *of_forward, keeps_gradient=_serves(gx and gx[0], gw and gw[0]))
+    of_gradient = _serves(gx and gx[0], gw and gw[0])
+    of_input, of_weight = (
+        None if y is None or product not in products.dequantized else operand
+        for product, operand in zip(("grad_weight", "grad_input"), y or (None, None), strict=True)
+    )
+    return Plan(y, gx, gw, *of_forward, of_gradient, of_input, of_weight)
 
 
 def _serves(one: Operand | None, other: Operand | None) -> bool:
@@ -212,6 +224,19 @@ class Cast(NamedTuple):
         if self.block is None:
             return self.factor
         return in_blocks(self.factor, self.block, self.values.shape)
+
+
+def dequantized(matrix: Tensor, operand: Operand | None, kept: Tensor | None) -> Tensor:
+    """Return the numbers to which a matrix's cast by rows decodes, in FP32; without one, itself.
+
+    It casts again what a forward pass has cast: kept for the backward pass, that would be as large
+    as the uncast numbers, which a product in the dtype of the mode needs.
+    """
+    if operand is None:
+        return matrix
+    own = unobserved_cast(matrix, operand, layouts=BY_ROWS, kept=kept)
+    found = decoded(own.values, own.spread)
+    return found if own.whole is None else found.mul_(own.whole * (1 / operand.largest))
 
 
 # Gets the matrix and a function that casts it, returns the cast; None: nobody observes casts.

@@ -217,6 +217,10 @@ CASES = [
         "precision.matmul.history=16: needs precision.matmul.scale=delayed",
     ),
     (
+        "model=gpt precision=mxfp4_hadamard precision.matmul.dequantized=[grad_weight]",
+        "must be [] with output in precision.matmul.high_precision",
+    ),
+    (
         "model=gpt precision=fp8_delayed precision.matmul.granularity=row",
         "precision.matmul.granularity=row: must be tensor with precision.matmul.scale=delayed",
     ),

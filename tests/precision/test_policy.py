@@ -49,17 +49,19 @@ OF_PRODUCTS = {
     "nvfp4_plain": (E2M1, E2M1, E2M1, "1x16", None, "e4m3", "rceil"),
 }
 OTHERS |= {
-    name: (TABLE["bf16_master"], "nearest", (*own, 1024, 0, "nearest", (), (), ("*",)))
+    name: (TABLE["bf16_master"], "nearest", (*own, 1024, 0, "nearest", (), (), (), ("*",)))
     for name, own in OF_PRODUCTS.items()
 }
 RECIPE = (E2M1, E2M1, E2M1, "1x16", "16x16", "e4m3", "rceil")
 RECIPE += (1024, 0, "stochastic", ("grad_weight",))  # history and margin, of no effect
-OTHERS["nvfp4"] = (TABLE["bf16_master"], "nearest", (*RECIPE, (), ("*",)))
+OTHERS["nvfp4"] = (TABLE["bf16_master"], "nearest", (*RECIPE, (), (), ("*",)))
 FOUR_OVER_SIX = ("four_over_six" if own == "e4m3" else own for own in RECIPE)
-OTHERS["nvfp4_4over6"] = (TABLE["bf16_master"], "nearest", (*FOUR_OVER_SIX, (), ("*",)))
+OTHERS["nvfp4_4over6"] = (TABLE["bf16_master"], "nearest", (*FOUR_OVER_SIX, (), (), ("*",)))
 RECIPE = (E2M1, E2M1, E2M1, "1x32", None, "e8m0", "rceil", 1024, 0, "both")
-RECIPE += (("grad_input", "grad_weight"), ("output",), ("*",))
+RECIPE += (("grad_input", "grad_weight"), ("output",), (), ("*",))
 OTHERS["mxfp4_hadamard"] = (TABLE["bf16_master"], "nearest", RECIPE)
+RECIPE = (E4M3, E4M3, E4M3, "1x128", "128x128", "fp32", "rceil", 1024, 0, "nearest", (), ())
+OTHERS["fp8_deepseek"] = (TABLE["bf16_master"], "nearest", (*RECIPE, ("grad_weight",), ("*",)))
 REST = (None, "after", "rank", "nearest", None, None)  # of reductions, update and products
 
 

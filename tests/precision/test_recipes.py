@@ -21,7 +21,7 @@ from . import exact_formats as exact
 
 E2M1 = ELEMENTS["e2m1"]
 ONE = torch.ones(())
-RECIPES = ["nvfp4_4over6", "mxfp4_hadamard"]
+RECIPES = ["nvfp4_4over6", "mxfp4_hadamard", "fp8_deepseek"]
 
 
 def heavy(*shape, spread=1.5, seed=0):
@@ -246,3 +246,64 @@ def test_a_stochastic_cast_is_a_neighbour_by_fractions(operand):
 def factor_amax(values, column):
     start = column // 32 * 32
     return max(map(abs, values[start : start + 32]))
+
+
+# DeepSeek-V3's blocks (arXiv 2412.19437, sections 3.3.2 and 3.5.2).
+
+
+def fractions_of(matrix, block):
+    rows = exact.in_blocks(matrix.tolist(), block, "e4m3", "fp32", "")
+    return torch.tensor([[float(exact.f32(value)) for value in row] for row in rows])
+
+
+def test_deepseek_casts_the_cast_input_again():
+    """All three products by fractions: 0 of 30,784 numbers differ."""
+    tokens, inputs, outputs = 40, 144, 136
+    layer = nn.Linear(inputs, outputs, bias=False)
+    layer.weight.data = heavy(outputs, inputs, seed=3)
+    install(nn.Sequential(layer, nn.ReLU()), get_policy("fp8_deepseek").matmul, {})
+    x, gradient = heavy(tokens, inputs).requires_grad_(), heavy(tokens, outputs, seed=2)
+    made = layer(x)
+    made.backward(gradient)
+    own, weight = x.detach(), layer.weight.detach()
+    cast_x, cast_weight = fractions_of(own, (1, 128)), fractions_of(weight, (128, 128))
+    again, once = (fractions_of(of.t(), (1, 128)) for of in (cast_x, own))
+    cast_gradient = fractions_of(gradient, (1, 128)), fractions_of(gradient.t(), (1, 128))
+    assert torch.equal(made, cast_x @ cast_weight.t())
+    assert torch.equal(x.grad, cast_gradient[0] @ cast_weight)
+    assert torch.equal(layer.weight.grad, cast_gradient[1] @ again.t())
+    # Transformer Engine casts the uncast input: four fifths of these numbers are others.
+    assert (again != once).float().mean() > 0.5
+    assert not torch.equal(layer.weight.grad, cast_gradient[1] @ once.t())
+
+
+@pytest.mark.slow  # its import takes seconds
+@pytest.mark.filterwarnings("ignore")
+def test_torchao_s_kernels_give_the_same_three_products():
+    """0 of 327,680 numbers differ where its casts are composed as DeepSeek-V3 does."""
+    pytest.importorskip("torchao")
+    from torchao.prototype.blockwise_fp8_training import kernels
+
+    def theirs(name, matrix, rows, columns):
+        codes, factor = getattr(kernels, f"torch_blockwise_scale_{name}")(matrix)
+        spread = factor.repeat_interleave(rows, 0).repeat_interleave(columns, 1)
+        return codes.float() * spread[: matrix.size(0), : matrix.size(1)]
+
+    x, gradient, weight = (
+        heavy(256, 512, seed=0),
+        heavy(256, 256, seed=1),
+        heavy(256, 512, seed=2),
+    )
+    layer = nn.Linear(512, 256, bias=False)
+    layer.weight.data = weight.clone()
+    install(nn.Sequential(layer, nn.ReLU()), get_policy("fp8_deepseek").matmul, {})
+    own = x.clone().requires_grad_()
+    made = layer(own)
+    made.backward(gradient)
+    cast_x = theirs("act_quant_lhs", x, 1, 128)
+    cast_weight = theirs("weight_quant", weight, 128, 128)
+    again = theirs("act_quant_rhs", cast_x, 128, 1)
+    assert torch.equal(made, cast_x @ cast_weight.t())
+    assert torch.equal(own.grad, theirs("act_quant_lhs", gradient, 1, 128) @ cast_weight)
+    of_gradient = theirs("act_quant_rhs", gradient, 128, 1)
+    assert torch.equal(layer.weight.grad, of_gradient.t() @ again)
