@@ -81,9 +81,9 @@ def options() -> str:
 _FAMILIES = ("fp32", "tf32", "fp16", "amp", "bf16", "fp8", "mxfp8", "mxfp4", "nvfp4")
 _SCALES = {
     "fp32": "",
-    "delayed": ", of the last {0.history:,} updates",
+    "delayed": ", of the last {1}",
     "pow2": ", a power of two",
-    "e8m0": ", a power of two {1}",
+    "e8m0": ", a power of two {0}",
     "e4m3": ", in E4M3, and one of the tensor",
     "four_over_six": " to 6 or to 4, in E4M3, and one of the tensor",
 }
@@ -141,7 +141,9 @@ def _casts(products: ScaledProducts) -> str:
     part = _PARTS.get(products.granularity, f"for {products.granularity}")
     if products.weight_granularity is not None:
         part += f", of weights {products.weight_granularity}"
-    scale = _SCALES[products.scale].format(products, _ROUNDED[products.scale_rounding])
+    updates = "update" if products.history == 1 else f"{products.history:,} updates"
+    rounded = _ROUNDED[products.scale_rounding]
+    scale = _SCALES[products.scale].format(rounded, updates)
     more = {
         "nearest": "",
         "stochastic": "; gradients rounded stochastically",

@@ -30,8 +30,8 @@ CASES = [
     # families, where the list is long
     (
         "precision=foo",
-        "precision=foo: must be one of amp, amp_bf16, bf16_*, fp16_*, fp32, fp8_*, mxfp4, mxfp8, "
-        "|nvfp4, nvfp4_plain, tf32 (mprun --help precision)",
+        "precision=foo: must be one of amp, amp_bf16, bf16_*, fp16_*, fp32, fp8_*, mxfp4, "
+        "|nvfp4, nvfp4_4over6, nvfp4_plain, tf32 (mprun --help precision)",
     ),
     ("precision=16-mixed", "did you mean 'amp'? It must be one of amp, amp_bf16"),
     ("precision=fp16", "did you mean 'amp', 'fp16_master_scaled' or 'fp16_naive'?"),

@@ -21,7 +21,7 @@ from . import exact_formats as exact
 
 E2M1 = ELEMENTS["e2m1"]
 ONE = torch.ones(())
-RECIPES = ["nvfp4_4over6", "mxfp4_hadamard", "fp8_deepseek"]
+RECIPES = ["nvfp4_4over6", "mxfp4_hadamard", "fp8_deepseek", "fp8_delayed_megatron"]
 
 
 def heavy(*shape, spread=1.5, seed=0):
@@ -42,8 +42,7 @@ def network(seed=0):
 def losses_in(mode, steps=40):
     """A perceptron learns which of four quarters a point is in, its input turned to 32 numbers."""
     model, draw = network().bfloat16(), torch.Generator().manual_seed(1)
-    if mode is not None:
-        install(model, get_policy(mode).matmul, {})
+    delayed = None if mode is None else install(model, get_policy(mode).matmul, {})
     masters = [own.detach().float() for own in model.parameters()]
     turned = torch.randn(2, 32, generator=draw)
     found = []
@@ -57,6 +56,8 @@ def losses_in(mode, steps=40):
         for own, master in zip(model.parameters(), masters, strict=True):
             master -= 0.1 * own.grad.float()
             own.data.copy_(master)
+        if delayed is not None:
+            delayed.roll()
         found.append(loss.item())
     return found
 
@@ -74,12 +75,14 @@ def test_a_recipe_trains(mode):
 @pytest.mark.parametrize("mode", RECIPES)
 def test_a_compiled_recipe_is_one_graph_with_the_same_bits(mode):
     model, calls = network().bfloat16(), Calls()
-    install(model, get_policy(mode).matmul, {}, calls=calls)
+    delayed = install(model, get_policy(mode).matmul, {}, calls=calls)
     x = torch.randn(24, 32).bfloat16()
 
     def step(called):
         model.zero_grad()
         calls.clear()
+        if delayed is not None:
+            delayed.present[..., 1] = 0
         micro_batches.begin(x.device, 0)
         found = called(x)
         found.float().square().sum().backward()
@@ -307,3 +310,30 @@ def test_torchao_s_kernels_give_the_same_three_products():
     assert torch.equal(own.grad, theirs("act_quant_lhs", gradient, 1, 128) @ cast_weight)
     of_gradient = theirs("act_quant_rhs", gradient, 128, 1)
     assert torch.equal(layer.weight.grad, of_gradient.t() @ again)
+
+
+# Delayed scaling with Megatron-LM's defaults.
+
+
+def test_the_scale_is_of_the_update_before_alone():
+    """Transformer Engine's rules in NumPy: 0 of 18 scales differ, where a long history keeps 8."""
+    sizes, found = (1.0, 8.0, 0.5, 0.0, 3.0, 2.0), {}
+    for mode in ("fp8_delayed_megatron", "fp8_delayed"):
+        torch.manual_seed(0)
+        layer = nn.Linear(16, 16, bias=False)
+        delayed = install(nn.Sequential(layer, nn.ReLU()), get_policy(mode).matmul, {})
+        found[mode] = []
+        for size in sizes:
+            x = torch.full((4, 16), size).requires_grad_()
+            layer(x).backward(torch.full((4, 16), size / 64))
+            delayed.roll()
+            found[mode].append(delayed.present[0, :, 0].tolist())  # input, weight, grad_output
+    weight = layer.weight.abs().max().item()
+    expected, last = [], [np.float32(1)] * 3
+    for size in sizes:
+        amaxes, tops = (size, weight, size / 64), (448, 448, 57344)
+        pairs = zip(amaxes, tops, last, strict=True)
+        last = [np.float32(top) / np.float32(own) if own else kept for own, top, kept in pairs]
+        expected.append([float(own) for own in last])
+    assert found["fp8_delayed_megatron"] == expected
+    assert found["fp8_delayed"][-1][0] == 448 / 8
