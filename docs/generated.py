@@ -78,7 +78,7 @@ def options() -> str:
     return "\n\n".join(parts)
 
 
-_FAMILIES = ("fp32", "tf32", "fp16", "amp", "bf16", "fp8", "mxfp8", "mxfp4", "nvfp4")
+_FAMILIES = ("fp32", "tf32", "fp16", "amp", "bf16", "fp8", "mxfp8", "mxfp4", "nvfp4", "int8", "qat")
 _SCALES = {
     "fp32": "",
     "delayed": ", of the last {1}",
@@ -151,6 +151,8 @@ def _casts(products: ScaledProducts) -> str:
     }[products.grad_rounding]
     if products.hadamard:
         more += ". Hadamard transform of " + _gradients(products.hadamard)
+    if products.high_precision and products.high_precision == products.dequantized:
+        return f"{formats}; a scale {part}{scale}{more}; outputs alone, gradients of decoded casts"
     if products.high_precision:
         more += f"; {_gradients(products.high_precision)} not"
     if products.dequantized:

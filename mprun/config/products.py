@@ -7,7 +7,9 @@ from mprun.config.fields import count, from_zero, one_of, setting
 
 
 def _format(of: str) -> Any:
-    return one_of("e4m3 e5m2 e2m1", f"Format of {of} in linear layers; null: uncast", default=None)
+    return one_of(
+        "e4m3 e5m2 e2m1 int8", f"Format of {of} in linear layers; null: uncast", default=None
+    )
 
 
 _PRODUCTS = "output grad_input grad_weight"

@@ -336,6 +336,10 @@ def _scales(matmul: schema.MatmulConfig, formats: dict[str, str | None]) -> Iter
     ):
         if unread:
             yield from _set_without_use(matmul, key, fields, why)
+    others = set(formats.values()) - {"int8"}
+    if "int8" in formats.values() and (others or not _multiplies_codes(matmul) or is_delayed):
+        needed = f"{key}.granularity=tensor or row, scale=fp32 or pow2, grad_rounding=nearest"
+        yield f"{key}.input={formats['input']}: int8 is for all operands, with {needed}"
     for field, own in formats.items():
         if is_delayed and own == "e2m1":
             yield f"{key}.{field}=e2m1: must be e4m3 or e5m2 with {scale}=delayed"

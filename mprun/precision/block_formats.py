@@ -45,6 +45,11 @@ class Element(NamedTuple):
     top: float
     dtype: torch.dtype
 
+    @property
+    def is_cast_by_torch(self) -> bool:
+        """Return whether torch rounds to the numbers of this format, and not to others."""
+        return self.dtype.is_floating_point and torch.finfo(self.dtype).max == self.top
+
 
 ELEMENTS = {
     element.name: element
@@ -52,6 +57,7 @@ ELEMENTS = {
         Element("e4m3", 3, -6, 8, 448.0, torch.float8_e4m3fn),
         Element("e5m2", 2, -14, 15, 57344.0, torch.float8_e5m2),
         Element("e2m1", 1, 0, 2, 6.0, torch.float8_e4m3fn),
+        Element("int8", 6, 6, 6, 127.0, torch.int8),  # one exponent: neighbours are 1 apart
     )
 }
 Block = tuple[int, int]  # rows, columns, which run along a product's sum; 0: all
@@ -206,7 +212,7 @@ def encoded(wide: Tensor, element: Element, random: Tensor | None = None) -> Ten
         probability of the distance from the lower neighbour (Gupta et al., arXiv 1502.02551).
     """
     wide.clamp_(-element.top, element.top)
-    if random is not None or torch.finfo(element.dtype).max != element.top:
+    if random is not None or not element.is_cast_by_torch:
         # The distance of two neighbours, a power of two, by its bits.
         bits = wide.view(torch.int32) & _EXPONENT
         bits.clamp_((127 + element.emin) << 23, (127 + element.emax) << 23)
@@ -231,6 +237,8 @@ def decoded(values: Tensor, factor: Tensor) -> Tensor:
     """
     if values.itemsize > 1:
         return values.float()
+    if values.dtype is torch.int8:
+        return values.float().mul_(factor)
     # Sign-extended, so that the sign fills all bits above the other seven.
     bits = values.view(torch.int8).to(torch.int32)
     if values.dtype is torch.float8_e4m3fn:
@@ -313,7 +321,8 @@ def cast_blocks_by_kernel(
     """
     (n, k), given = matrix.shape, (rows, columns)
     rows, columns = _fitted(rows, n), _fitted(columns, k)
-    count = rows * columns if all(given) and not SCALES[scale].of_numbers else 0
+    has_kernel = ELEMENTS[element].dtype.is_floating_point and not SCALES[scale].of_numbers
+    count = rows * columns if all(given) and has_kernel else 0
     try:
         # Imported here: only torch for CUDA on Linux includes Triton.
         from mprun.precision import cast_kernels_triton as kernels

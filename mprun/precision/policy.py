@@ -30,7 +30,7 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 DIVIDE = ("after", "before", "split")  # where a sum over ranks is divided
 ORDERS = ("rank", "ring", "tree", "fp32")  # in which that sum is added
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-DTYPE_NAMES |= {ELEMENTS[name].dtype: name for name in ("e4m3", "e5m2")}
+DTYPE_NAMES |= {ELEMENTS[name].dtype: name for name in ("e4m3", "e5m2", "int8")}
 
 
 def dtype_name(dtype: torch.dtype) -> str:

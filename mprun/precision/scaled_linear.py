@@ -96,7 +96,8 @@ def _right(operand: Operand, is_kept: bool, saved: Sequence[Any], kept: Tensor |
 
 def _stored(a: Cast, b: Cast, dtype: torch.dtype, counted_by: int, fast: bool = False) -> Tensor:
     # cuBLAS stores products with scales by row in BF16 only.
-    stored = torch.bfloat16 if a.block is None and a.factor.dim() == 2 else dtype
+    of_rows = a.block is None and a.factor.dim() == 2 and a.values.is_floating_point()
+    stored = torch.bfloat16 if of_rows else dtype
     return product(a, b, stored, fast, counted_by).to(dtype)
 
 

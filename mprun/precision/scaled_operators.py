@@ -86,6 +86,8 @@ def multiplied_on_cuda(*given: Any) -> Tensor:
     """Multiply codes by cuBLAS, or numbers decoded to a dtype; given: see `Product`."""
     own = Product(*given)
     Calls.add(own.counted_by, own.names, own.fast)
+    if own.a.dtype is torch.int8:
+        return multiplied_integers(own)
     if (wide := own.decoded_to) is not None:
         left, right = (
             values if values.dtype is wide else decoded(values, factor).to(wide)
@@ -114,7 +116,18 @@ def multiplied_on_cpu(*given: Any) -> Tensor:
     """Multiply decoded numbers in FP32; given: see `Product`."""
     own = Product(*given)
     Calls.add(own.counted_by, own.names, own.fast)
+    if own.a.dtype is torch.int8:
+        return multiplied_integers(own)
     return own.finished(torch.mm(decoded(own.a, own.factor_a), decoded(own.b, own.factor_b)))
+
+
+def multiplied_integers(own: Product) -> Tensor:
+    """Multiply codes of INT8: their sum, which is exact, in FP32 times the factors of b and of a.
+
+    FP64 has every sum of up to 2^39 products; FP32 those of 1,040.
+    """
+    sums = torch.mm(own.a.double(), own.b.double()).float()
+    return sums.mul_(own.factor_b).mul_(own.factor_a).to(own.dtype)
 
 
 def promised(*given: Any) -> Tensor:

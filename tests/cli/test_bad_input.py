@@ -30,8 +30,8 @@ CASES = [
     # families, where the list is long
     (
         "precision=foo",
-        "precision=foo: must be one of amp, amp_bf16, bf16_*, fp16_*, fp32, fp8_*, mxfp4, "
-        "|nvfp4, nvfp4_4over6, nvfp4_plain, tf32 (mprun --help precision)",
+        "precision=foo: must be one of amp, amp_bf16, bf16_*, fp16_*, fp32, fp8_*, int8_rowwise, "
+        "|nvfp4 ... (mprun --help precision)",
     ),
     ("precision=16-mixed", "did you mean 'amp'? It must be one of amp, amp_bf16"),
     ("precision=fp16", "did you mean 'amp', 'fp16_master_scaled' or 'fp16_naive'?"),
@@ -215,6 +215,14 @@ CASES = [
     (
         "model=gpt precision=fp8_tensorwise precision.matmul.history=16",
         "precision.matmul.history=16: needs precision.matmul.scale=delayed",
+    ),
+    (
+        "model=gpt precision=int8_rowwise precision.matmul.granularity=1x32",
+        "input=int8: int8 is for all operands, with precision.matmul.granularity=tensor or row",
+    ),
+    (
+        "model=gpt precision=fp8_rowwise precision.matmul.weight=int8",
+        "precision.matmul.input=e4m3: int8 is for all operands",
     ),
     (
         "model=gpt precision=mxfp4_hadamard precision.matmul.dequantized=[grad_weight]",

@@ -31,11 +31,11 @@ from mprun.torch_private import TorchDispatchMode, schema_of
 from ..shipped import IN_BLOCKS
 from . import exact_formats as exact
 
-E4M3, E5M2, E2M1 = ELEMENTS.values()
+E4M3, E5M2, E2M1, _ = ELEMENTS.values()
 ONE = torch.ones(())
 MX = ScaledProducts(E4M3, E4M3, E4M3, "1x32", scale="e8m0")
 NV = ScaledProducts(E2M1, E2M1, E2M1, "1x16", scale="e4m3")
-PAIRS = [(element, how) for element in ELEMENTS.values() for how in SCALE_ROUNDINGS]
+PAIRS = [(element, how) for element in (E4M3, E5M2, E2M1) for how in SCALE_ROUNDINGS]
 
 
 def of(products, element=None, **changes):
@@ -60,7 +60,7 @@ def numbers(made):
 # Elements.
 
 
-@pytest.mark.parametrize("element", ELEMENTS.values(), ids=ELEMENTS)
+@pytest.mark.parametrize("element", [E4M3, E5M2, E2M1], ids=lambda own: own.name)
 def test_every_number_is_cast_to_itself_and_every_midpoint_to_even(element):
     grid = [float(value) for value in exact.GRIDS[element.name]]
     middles = [(a + b) / 2 for a, b in zip(grid, grid[1:], strict=False)]
@@ -272,7 +272,7 @@ def rounded(matrix, number=0, seed=0, layer="a", product="grad_input", products=
     return numbers(cast(matrix, products.operand("grad_output", product, layer)))
 
 
-@pytest.mark.parametrize("element", ELEMENTS.values(), ids=ELEMENTS)
+@pytest.mark.parametrize("element", [E4M3, E5M2, E2M1], ids=lambda own: own.name)
 def test_stochastic_rounding_is_right_on_average(element):
     """Each number becomes one of its neighbours; a mean of 2,048 is within 4.5 of its errors."""
     grid = torch.tensor([float(value) for value in exact.GRIDS[element.name]])[-20:]

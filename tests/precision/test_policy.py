@@ -30,7 +30,7 @@ TABLE = {
     "amp_bf16": (F32, F32, F32, F32, F32, B16, "ieee"),
 }
 BF16 = (B16, F32, None, F32, F32, None, "ieee")
-E4M3, E5M2, E2M1 = ELEMENTS.values()
+E4M3, E5M2, E2M1, INT8 = ELEMENTS.values()
 # Beside these: rounding, and formats, granularities, scale of the products.
 OTHERS = {
     "bf16_kahan": (BF16, "kahan", None),
@@ -64,6 +64,8 @@ RECIPE = (E4M3, E4M3, E4M3, "1x128", "128x128", "fp32", "rceil", 1024, 0, "neare
 OTHERS["fp8_deepseek"] = (TABLE["bf16_master"], "nearest", (*RECIPE, ("grad_weight",), ("*",)))
 RECIPE = (E4M3, E4M3, E5M2, "tensor", None, "delayed", "rceil", 1, 0, "nearest", (), (), ())
 OTHERS["fp8_delayed_megatron"] = (TABLE["bf16_master"], "nearest", (*RECIPE, ("*",)))
+RECIPE = (INT8, INT8, INT8, "row", None, "fp32", "rceil", 1024, 0, "nearest", ())
+OTHERS["int8_rowwise"] = (TABLE["bf16_master"], "nearest", (*RECIPE, (), (), ("*",)))
 REST = (None, "after", "rank", "nearest", None, None)  # of reductions, update and products
 
 

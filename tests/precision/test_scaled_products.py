@@ -22,7 +22,7 @@ from mprun.precision.scaled_products import ScaledProducts, product, why_no_prod
 from ..helpers import mixed, skipping_what_onednn_lacks
 from ..shipped import ALL_MODES
 
-E4M3, E5M2, E2M1 = ELEMENTS.values()
+E4M3, E5M2, E2M1, _ = ELEMENTS.values()
 TENSOR = ScaledProducts()
 ROW = ScaledProducts(grad_output=E4M3, granularity="row", scale="pow2")
 UNSCALED = ScaledProducts(granularity="none")
