@@ -66,6 +66,10 @@ RECIPE = (E4M3, E4M3, E5M2, "tensor", None, "delayed", "rceil", 1, 0, "nearest",
 OTHERS["fp8_delayed_megatron"] = (TABLE["bf16_master"], "nearest", (*RECIPE, ("*",)))
 RECIPE = (INT8, INT8, INT8, "row", None, "fp32", "rceil", 1024, 0, "nearest", ())
 OTHERS["int8_rowwise"] = (TABLE["bf16_master"], "nearest", (*RECIPE, (), (), ("*",)))
+BACKWARD = ("grad_input", "grad_weight")
+OTHERS["qat_int8"] = (TABLE["bf16_master"], "nearest", (*RECIPE, BACKWARD, BACKWARD, ("*",)))
+RECIPE = (E2M1, E2M1, E2M1, "1x16", None, "e4m3", "rceil", 1024, 0, "nearest", ())
+OTHERS["qat_nvfp4"] = (TABLE["bf16_master"], "nearest", (*RECIPE, BACKWARD, BACKWARD, ("*",)))
 REST = (None, "after", "rank", "nearest", None, None)  # of reductions, update and products
 
 

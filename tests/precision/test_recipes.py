@@ -23,7 +23,7 @@ from . import exact_formats as exact
 E2M1 = ELEMENTS["e2m1"]
 ONE = torch.ones(())
 RECIPES = ["nvfp4_4over6", "mxfp4_hadamard", "fp8_deepseek", "fp8_delayed_megatron"]
-RECIPES += ["int8_rowwise"]
+RECIPES += ["int8_rowwise", "qat_int8", "qat_nvfp4"]
 
 
 def heavy(*shape, spread=1.5, seed=0):
@@ -430,3 +430,47 @@ def test_torchao_s_int8_rows():
     apart = (own.values.int() - theirs.int()).abs()
     assert int(apart.sum()) == 1 and (own.factor.flatten() != factor).sum() == 539
     assert torch.allclose(own.factor.flatten(), factor, rtol=2.0**-22, atol=0)
+
+
+# Quantisation-aware training: products of the output alone.
+
+
+class Straight(torch.autograd.Function):
+    """Other numbers in place of the given ones, whose gradient is passed on."""
+
+    @staticmethod
+    def forward(ctx, given, other):
+        return other
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, None
+
+
+def nvfp4_numbers(matrix):
+    rows = exact.in_blocks(matrix.tolist(), (1, 16), "e2m1", "e4m3", "")
+    numbers = torch.tensor([[float(value) for value in row] for row in rows])
+    return numbers * (matrix.abs().max() * (1 / 2688))
+
+
+def int8_numbers(matrix):
+    codes, factor = in_int8(matrix)
+    return codes.float() * factor[:, None]
+
+
+@pytest.mark.parametrize(
+    ("mode", "numbers"), [("qat_int8", int8_numbers), ("qat_nvfp4", nvfp4_numbers)]
+)
+def test_gradients_are_those_of_fake_quantisation(mode, numbers):
+    """As autograd's through numbers that fractions cast: 0 of 12,480 numbers differ."""
+    layer = layer_of(mode, 64, 120)
+    x, gradient = heavy(40, 120).requires_grad_(), heavy(40, 64, seed=2)
+    made = layer(x)
+    made.backward(gradient)
+    own, weight = (given.detach().clone().requires_grad_() for given in (x, layer.weight))
+    cast_x, cast_weight = (Straight.apply(g, numbers(g.detach())) for g in (own, weight))
+    expected = cast_x @ cast_weight.t()
+    expected.backward(gradient)
+    assert torch.equal(x.grad, own.grad) and torch.equal(layer.weight.grad, weight.grad)
+    assert torch.allclose(made, expected, rtol=1e-5, atol=1e-5 * expected.abs().max().item())
+    assert not torch.equal(x.grad, gradient @ layer.weight)
