@@ -135,6 +135,8 @@ unscale_and_find_inf_ = torch._amp_foreach_non_finite_check_and_unscale_
 update_scale_ = torch._amp_update_scale_
 # FP8 product. If gone: torch.nn.functional.scaled_mm, which costs a Python call.
 scaled_mm = torch._scaled_mm
+# What F.grouped_mm calls. If gone: torch.nn.functional.grouped_mm, if modes of functions see it.
+grouped_mm = torch._grouped_mm
 # cuDNN's recurrent layers, the one buffer of their weights, their dropout. If gone: torch.lstm,
 # which packs the weights in each call.
 cudnn_rnn = torch._cudnn_rnn
@@ -148,6 +150,12 @@ sparse_indices = Tensor._indices
 sparse_values = Tensor._values
 # Attribute that makes a tensor a Parameter to isinstance. If gone: a subclass of nn.Parameter.
 IS_PARAMETER = "_is_param"
+
+
+def base_of_view(tensor: Tensor) -> Tensor | None:
+    """Return the tensor of which this one is a view; None: of none. If gone: None, and a compiled
+    product takes no `weight.mT` for its weight."""
+    return tensor._base
 
 
 def storage_key(tensor: Tensor) -> int:

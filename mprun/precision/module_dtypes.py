@@ -146,12 +146,12 @@ def chosen_dtypes(
     for name, module in modules.items():
         if not computes(module):
             chosen.pop(name, None)
-            if (caller := _caller(modules, name)) in chosen:
+            if (caller := caller_of(modules, name)) in chosen:
                 chosen[name] = chosen[caller]
     return chosen
 
 
-def _caller(modules: Mapping[str, nn.Module], name: str) -> str:
+def caller_of(modules: Mapping[str, nn.Module], name: str) -> str:
     """Return the name of the nearest module around `name` that is called; "" is the model."""
     while name:
         name = name.rpartition(".")[0]
@@ -164,7 +164,7 @@ def _refuse_uncalled(modules: Mapping[str, nn.Module], name: str, what: str) -> 
     kind = type(modules[name]).__name__
     if not name:
         raise ValueError(f"{what}: the model is a {kind} that is never called")
-    outer = _caller(modules, name)
+    outer = caller_of(modules, name)
     whose = f"{outer} computes with its parameters; override {outer}"
     if not outer:
         whose = f"the model itself computes with its parameters; override {FORWARD}"
@@ -256,17 +256,17 @@ def cast_around_modules(model: nn.Module, policy: PrecisionPolicy, chosen: Chose
             casts = choice is not None or (isinstance(module, NORM_LAYERS) and dtype is not base)
         if stays_in_fp32(module, policy):
             rows = policy.param_dtype if choice is None else choice.dtype
-            module.forward = partial(cast_rows, _forward_of(module), rows)
+            module.forward = partial(cast_rows, forward_of(module), rows)
         if casts:
             autocast = policy.autocast_dtype is not None
             border = borders.setdefault(dtype, _Border(dtype, base, autocast, running))
             if not name and choice is not None:  # outside of the model is FP32
                 border = _Border(dtype, torch.float32, autocast, running)
             # No closure: a deep copy of the model has to compute with its own module.
-            module.forward = partial(_forward_in, _forward_of(module), border)
+            module.forward = partial(_forward_in, forward_of(module), border)
 
 
-def _forward_of(module: nn.Module) -> Callable[..., Any]:
+def forward_of(module: nn.Module) -> Callable[..., Any]:
     """Return a module's forward; no bound method, by which a compiler would tell equal modules
     apart."""
     own: Callable[..., Any] | None = module.__dict__.get("forward")

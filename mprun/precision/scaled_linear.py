@@ -1,18 +1,18 @@
 """The linear layers whose products are `scaled_products`: which they are, and their two passes."""
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from mprun.precision.block_formats import SCALES, Operand
 from mprun.precision.delayed_scaling import DelayedScaling
-from mprun.precision.module_dtypes import called_in
+from mprun.precision.module_dtypes import called_in, forward_of
+from mprun.precision.own_weights import OwnWeight, own_weights, routers
 from mprun.precision.scaled_operators import Calls
 from mprun.precision.scaled_products import (
     BOTH,
@@ -25,6 +25,7 @@ from mprun.precision.scaled_products import (
     dequantized,
     product,
 )
+from mprun.precision.weight_products import Multiply, with_weights
 from mprun.torch_private import holds_codes
 
 
@@ -131,27 +132,6 @@ def _product(
     return found if bias is None else found + bias.to(found.dtype)
 
 
-class _OwnForward(TorchFunctionMode):
-    """Call the `forward` that a kind of linear layer has of its own, and compute so what it
-    multiplies by its weight."""
-
-    def __init__(self, module: nn.Module, plan: Plan, counted_by: int, forward: Any):
-        super().__init__()
-        self._module, self._plan, self._counted_by = module, plan, counted_by
-        self._forward = forward
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with self:
-            return self._forward(*args, **kwargs)
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        weight: Any = self._module.weight
-        if func is nn.functional.linear and len(args) > 1 and args[1] is weight:
-            bias = args[2] if len(args) > 2 else (kwargs or {}).get("bias")
-            return _product(self._module, self._plan, self._counted_by, args[0], weight, bias)
-        return func(*args, **(kwargs or {}))
-
-
 def install(
     model: nn.Module,
     products: ScaledProducts,
@@ -159,25 +139,34 @@ def install(
     mode: str = "",
     calls: Calls | None = None,
 ) -> DelayedScaling | None:
-    """Let the `chosen_layers` of `model` compute so, or raise its errors; `calls` count products.
+    """Let what `chosen_products` names compute so, or raise its errors; `calls` count products.
 
-    Returns what they keep from update to update, or None.
+    Returns what the layers keep from update to update, or None.
     """
-    names = chosen_layers(model, products, chosen, mode)
+    names, weights = chosen_products(model, products, chosen, mode)
     is_kept = SCALES[products.scale].is_kept
     delayed = _delayed(model, products, names) if is_kept and names else None
     device, number = next(model.parameters()).device, 0 if calls is None else calls.number
+    inside: dict[str, list[tuple[nn.Module, str, Multiply]]] = {}
+    for name, own in weights.items():
+        owner, plan = model.get_submodule(own.owner), products.plan(name, device)
+        multiply = partial(_product, owner, plan, number)
+        inside.setdefault(own.caller, []).append((owner, own.key, multiply))
     for name in names:
         module = model.get_submodule(name)
         plan = products.plan(name, device)
-        own = module.__dict__.get("forward", type(module).forward.__get__(module))
-        is_plain = getattr(own, "__func__", None) is nn.Linear.forward
+        own = module.__dict__.get("forward", type(module).forward)
+        is_plain = getattr(own, "__func__", own) is nn.Linear.forward
         if is_plain or not isinstance(module, nn.Linear):
             module.__dict__["forward"] = partial(_forward, module, plan, number)
         else:
-            module.__dict__["forward"] = _OwnForward(module, plan, number, own)
+            multiply = partial(_product, module, plan, number)
+            inside.setdefault(name, []).append((module, "weight", multiply))
         if delayed is not None:
             module.__dict__[KEPT] = delayed.layers[name]
+    for name, held in inside.items():
+        module = model.get_submodule(name)
+        module.__dict__["forward"] = partial(with_weights, forward_of(module), tuple(held))
     return delayed
 
 
@@ -201,56 +190,90 @@ def _is_linear(module: nn.Module) -> bool:
 def chosen_layers(
     model: nn.Module, products: ScaledProducts, chosen: Collection[str], mode: str = ""
 ) -> list[str]:
-    """Return the names of the layers of `model` that compute as `products` say.
+    """Return the names of the layers of `chosen_products`."""
+    return chosen_products(model, products, chosen, mode)[0]
+
+
+def linear_layers(model: nn.Module) -> list[str]:
+    """Return the names of all linear layers.
 
     Linear is an `nn.Linear`, and a module with a true `is_linear`, whose `forward(x, table)` is a
     product with the table of another module. Layers with quantised weights multiply by themselves.
+    """
+    return [name for name, module in model.named_modules() if _is_linear(module)]
 
-    Each glob pattern over names of linear layers adds some, in order; one with "!" before it takes
-    layers out, and as the first one begins with all. One that matches none means those inside of
+
+def chosen_products(
+    model: nn.Module, products: ScaledProducts, chosen: Collection[str], mode: str = ""
+) -> tuple[list[str], dict[str, OwnWeight]]:
+    """Return the linear layers, and the `own_weights` of modules, that multiply as `products` say.
+
+    Each glob pattern over names of both adds some, in order; one with "!" before it takes some
+    out, and as the first one begins with all. One that matches none means those inside of
     the modules that it matches. "!last 15%" takes out those in the last 15 %
     of numbered blocks, rounded up: "blocks.11" is one. A pattern with a wildcard leaves out the
-    `marked_outputs`; without any, the last module of the network, if it is linear. ValueError if a
-    pattern matches no layer, or none is left; overrides may leave none.
+    `marked_outputs`; without any, the last module of the network, if it is linear. It leaves out
+    `routers`, too, unless it matches nothing else. ValueError if a pattern matches none, or none
+    is left; overrides may leave none. Weights of modules have no history for scale delayed.
 
     chosen: names of modules with a dtype of their own. mode: its name, if an error is to name it.
     """
     key, formats = "precision.matmul.modules", "/".join(f.name.upper() for f in products.formats)
-    linears = [name for name, module in model.named_modules() if _is_linear(module)]
-    if not linears:
+    linears = linear_layers(model)
+    weights = {} if SCALES[products.scale].is_kept else own_weights(model, linears)
+    names = _in_order(model, linears, weights)
+    if not names:
         asked = f"precision={mode}: " if mode else ""
         why = f"its linear layers multiply in {formats}, and the model has none"
         raise ValueError(f"{asked}{why} (allowed: modes in 16 or 32 bits)")
     everything = [*dict(model.named_modules())]
-    outputs = _outputs(model)
+    outputs = output_layers(model)
+    choosing = routers(model, linears, weights)
+    left = {name: name for name in [*outputs, *choosing]}
+    left |= {n: own.owner for n, own in weights.items() if own.owner in outputs and own.owner}
     patterns = products.modules
     if all(pattern.startswith("!") for pattern in patterns[:1]):
         patterns = ("*", *patterns)
     found: dict[str, None] = {}
     for pattern in patterns:
         plain = pattern.removeprefix("!")
-        matched = _last_blocks(linears, plain)
+        matched = _last_blocks(names, plain)
         if matched is None:
-            matched = [name for name in linears if fnmatchcase(name, plain)]
+            matched = [name for name in names if fnmatchcase(name, plain)]
             if not matched:
                 around = [f"{own}." for own in everything if own and fnmatchcase(own, plain)]
-                matched = [name for name in linears if name.startswith(tuple(around))]
+                matched = [name for name in names if name.startswith(tuple(around))]
         if not matched:
-            known = ", ".join(linears[:3])
+            known = ", ".join(names[:3])
             raise ValueError(f"{key}: {pattern!r} matches no nn.Linear; some: {known}")
         if plain != pattern:
             found = {name: None for name in found if name not in matched}
         else:
-            found |= {name: None for name in matched if name not in outputs or name == pattern}
+            named = choosing if choosing.issuperset(matched) else ()
+            found |= {
+                name: None
+                for name in matched
+                if name not in left or pattern in (name, left[name]) or name in named
+            }
     if not found:
         why = f"{outputs[-1]}, the output layer, has to be named"
         if not outputs[-1]:
             why = "the model is one layer, its output, which has no name"
-        if linears != outputs and any(pattern.startswith("!") for pattern in patterns):
+        if names != outputs and any(pattern.startswith("!") for pattern in patterns):
             why = "patterns with ! take all of them out"
-        left = f"no nn.Linear is left to compute in {formats}; {why}"
-        raise ValueError(f"{key}={list(products.modules)}: {left}")
-    return [name for name in found if name not in chosen]
+        none = f"no nn.Linear is left to compute in {formats}; {why}"
+        raise ValueError(f"{key}={list(products.modules)}: {none}")
+    return (
+        [name for name in found if name not in weights and name not in chosen],
+        {n: weights[n] for n in found if n in weights and weights[n].caller not in chosen},
+    )
+
+
+def _in_order(model: nn.Module, linears: list[str], weights: Iterable[str]) -> list[str]:
+    """Return the names of both in the order of the model's modules."""
+    order = {name: place for place, name in enumerate(dict(model.named_modules()))}
+    owners = {name: name.rpartition(".")[0] for name in weights}
+    return sorted([*linears, *weights], key=lambda name: order[owners.get(name, name)])
 
 
 def marked_outputs(model: nn.Module) -> list[str]:
@@ -258,7 +281,7 @@ def marked_outputs(model: nn.Module) -> list[str]:
     return [name for name, own in model.named_modules() if getattr(own, "is_output", False)]
 
 
-def _outputs(model: nn.Module) -> list[str]:
+def output_layers(model: nn.Module) -> list[str]:
     """Return the `marked_outputs`; without any, the last module of the network, or of each of
     several that a container holds."""
     found = []

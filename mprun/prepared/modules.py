@@ -18,6 +18,7 @@ from mprun.precision.forward_context import ForwardContext
 from mprun.precision.module_dtypes import cast_around_modules, cast_tree, chosen_dtypes, dtype_of
 from mprun.precision.recurrent import own_recurrent
 from mprun.precision.scaled_linear import install
+from mprun.precision.uncast import what_stays
 from mprun.prepared.border import Forward
 from mprun.prepared.shards import keeps_half, refuse_cast, refuse_spread
 from mprun.prepared.tensors import Part
@@ -28,12 +29,13 @@ class InMode(NamedTuple):
     """A model's modules, put into the mode: those that compute in it have a `forward` of their own.
 
     plain: the instance's `forward` before; None: the method of its class. delayed: the scales of
-        products, of delayed scaling alone.
+        products, of delayed scaling alone. stays: a line on weights of which no product is cast.
     """
 
     parts: list[Part]
     plain: dict[nn.Module, Any]
     delayed: DelayedScaling | None
+    stays: str | None
 
 
 def put_in_mode(
@@ -48,6 +50,7 @@ def put_in_mode(
     key: what names the overrides in messages. changes: the mode computes otherwise than torch.
     """
     policy, delayed = forward_context.policy, None
+    stays: str | None = None
     metrics = {m for one in model.modules() if _is_metric(one) for m in one.modules()}
     losses = {m for m in model.modules() if isinstance(m, Loss)}
     named = {name: m for name, m in model.named_modules() if m not in metrics}
@@ -68,6 +71,7 @@ def put_in_mode(
     if changes:
         own_recurrent(model)
         if policy.matmul is not None:
+            stays = what_stays(model, policy, chosen)
             delayed = install(model, policy.matmul, chosen, policy.name, forward_context.calls)
         cast_around_modules(model, policy, chosen)
         for module in metrics | losses:
@@ -75,7 +79,7 @@ def put_in_mode(
             if plain.get(module) is not None:
                 module.__dict__["forward"] = plain[module]
     parts = [(m, dtype, tuple(children_of(m).values())) for m, dtype in dtypes.items()]
-    return InMode(parts, plain, delayed)
+    return InMode(parts, plain, delayed, stays)
 
 
 def entries(model: nn.Module, modules: Iterable[nn.Module], outermost: bool) -> list[nn.Module]:

@@ -15,6 +15,7 @@ computation of a call, steps.py that of a step.
 from __future__ import annotations
 
 import gc
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict, TypeVar, Unpack, overload
 
@@ -159,7 +160,8 @@ def prepare(
     pin_products(policy.fp32_math)
     forward_context = ForwardContext(policy, device, native=native, overrides=dtypes.values())
     for one, overrides in own:
-        PreparedModel(one, forward_context, scale, overrides)
+        if (stays := PreparedModel(one, forward_context, scale, overrides).stays) is not None:
+            warnings.warn(stays, stacklevel=2)
     for part in {part for one in given for part in one.modules()}:
         look_again(part)
     install_hooks()

@@ -145,7 +145,7 @@ class PreparedModel(Backward):
         """Put the modules into the mode and intercept their calls; again after some were added."""
         before, changes = self.delayed, not self.is_plain
         made = put_in_mode(self.model, self.forward_context, self.overrides, self.key, changes)
-        self.delayed, self.tensors.parts = made.delayed, made.parts
+        self.delayed, self.tensors.parts, self.stays = made.delayed, made.parts, made.stays
         if self.delayed is not None and before is not None:
             self.delayed.take_over(before.state_dict())
         self._find_shards()

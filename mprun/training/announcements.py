@@ -132,6 +132,9 @@ def notes(config: RunConfig, built: Built) -> Iterator[str]:
     for key, decay in (("betas", (optim.betas or [0, 0])[1]), ("alpha", optim.alpha or 0)):
         if why := built.policy.why_stuck(decay):
             yield f"optim.{key}: {why}"
+    for learner in built.task.learners.values():
+        if learner.prepared.stays is not None:
+            yield learner.prepared.stays
     half = policy.autocast_dtype or policy.param_dtype
     if scaler.kind != "none" and {half, *policy.overrides.values()} == {"fp32"}:
         yield (

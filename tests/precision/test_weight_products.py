@@ -1,0 +1,396 @@
+"""Products with parameters inside forward: the bits of one linear layer for each expert."""
+
+import dataclasses
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import mprun
+from mprun.precision import get_policy
+from mprun.precision.scaled_linear import chosen_products, install
+from mprun.precision.scaled_operators import Calls
+from mprun.prepared import passes
+
+EXPERTS, WIDTH, INNER = 4, 32, 24
+MODES = ["fp8_tensorwise", "fp8_rowwise", "fp8_block", "mxfp8", "nvfp4_plain"]
+
+
+class Experts(nn.Module):
+    """Experts as transformers writes them, in each of its three forms."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how = how
+        self.gate_up_proj = nn.Parameter(torch.randn(EXPERTS, 2 * INNER, WIDTH) * 0.1)
+        self.down_proj = nn.Parameter(torch.randn(EXPERTS, WIDTH, INNER) * 0.1)
+
+    def forward(self, x, chosen):
+        """Each row of x goes to the expert in `chosen`, which is sorted."""
+        ends = torch.bincount(chosen, minlength=EXPERTS).cumsum(0)
+        if self.how == "loop":
+            found = []
+            for expert in chosen.unique():  # a tensor, as in transformers
+                rows = x[chosen == expert]
+                gate, up = F.linear(rows, self.gate_up_proj[expert]).chunk(2, -1)
+                found.append(F.linear(F.silu(gate) * up, self.down_proj[expert]))
+            return torch.cat(found)
+        if self.how == "grouped":
+            offs = ends.to(torch.int32)
+            turned = self.gate_up_proj.transpose(-2, -1), self.down_proj.transpose(-2, -1)
+            gate, up = F.grouped_mm(x, turned[0], offs=offs).chunk(2, -1)
+            return F.grouped_mm(F.silu(gate) * up, turned[1], offs=offs)
+        picked = self.gate_up_proj[chosen], self.down_proj[chosen]
+        gate, up = torch.bmm(picked[0], x.unsqueeze(-1)).squeeze(-1).chunk(2, -1)
+        return torch.bmm(picked[1], (F.silu(gate) * up).unsqueeze(-1)).squeeze(-1)
+
+
+class Separate(nn.Module):
+    """The same experts, each of two linear layers."""
+
+    def __init__(self, experts):
+        super().__init__()
+        for name in ("gate_up_proj", "down_proj"):
+            layers = nn.ModuleList()
+            for weight in getattr(experts, name):
+                layers.append(nn.Linear(weight.size(1), weight.size(0), bias=False))
+                layers[-1].weight.data.copy_(weight)
+            setattr(self, name, layers)
+
+    def forward(self, x, chosen):
+        found = []
+        for expert in range(EXPERTS):
+            gate, up = self.gate_up_proj[expert](x[chosen == expert]).chunk(2, -1)
+            found.append(self.down_proj[expert](F.silu(gate) * up))
+        return torch.cat(found)
+
+
+class Router(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(EXPERTS, WIDTH))
+
+    def forward(self, x):
+        return F.linear(x, self.weight)
+
+
+class Mixture(nn.Module):
+    def __init__(self, how="loop"):
+        super().__init__()
+        self.gate, self.experts = Router(), Experts(how)
+
+    def forward(self, x):
+        best, chosen = self.gate(x).softmax(-1).max(-1)
+        order = chosen.argsort(stable=True)
+        found = self.experts(x[order], chosen[order])[order.argsort()]
+        return x + found * best.unsqueeze(-1)
+
+
+class Network(nn.Module):
+    def __init__(self, how="loop"):
+        super().__init__()
+        self.blocks = nn.ModuleList(Mixture(how) for _ in range(2))
+        self.head = nn.Linear(WIDTH, 8)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def passed(model, x, *more):
+    """Return output and gradients, those of equal parameters of experts stacked."""
+    x = x.clone().requires_grad_()
+    found = model(x, *more)
+    (found.float() * torch.linspace(-3, 2, found.numel()).view(found.shape).exp2()).sum().backward()
+    return found, x.grad
+
+
+def named(mode, *patterns):
+    return dataclasses.replace(get_policy(mode).matmul, modules=patterns)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("how", ["loop", "grouped", "picked"])
+@pytest.mark.parametrize("mode", MODES)
+def test_an_expert_is_a_linear_layer(mode, how, dtype):
+    """Expert 2 has no row: its gradients are zeros, or none in a loop that leaves it out."""
+    torch.manual_seed(0)
+    experts = Experts(how).to(dtype)
+    expected = Separate(experts).to(dtype)
+    install(experts, named(mode, "*"), {}, calls=(calls := Calls()))
+    install(expected, named(mode, "*", "down_proj.3"), {})
+    x, chosen = torch.randn(23, WIDTH, dtype=dtype), torch.tensor([0] * 9 + [1] * 13 + [3])
+    x[0] *= 1000
+    y, grad_x = passed(experts, x, chosen)
+    other, other_grad = passed(expected, x, chosen)
+    assert torch.equal(y, other)
+    assert torch.equal(grad_x, other_grad)
+    for name in ("gate_up_proj", "down_proj"):
+        layers = getattr(expected, name)
+        found = getattr(experts, name).grad
+        assert torch.equal(found, torch.stack([layer.weight.grad for layer in layers]))
+        assert not found[2].any()
+    # Three experts of two layers each; a product has one forward and two backward ones.
+    assert sum(calls.values()) == 3 * 2 * 3
+
+
+class Forms(nn.Module):
+    def __init__(self, form, *shape):
+        super().__init__()
+        self.form, self.weight = form, nn.Parameter(torch.randn(*shape))
+
+    def forward(self, x):
+        return self.form(x, self.weight)
+
+
+# form, size of the weight, of the input -> the layer's input and weight, and its output's place.
+MATRIX = {
+    "F.linear": F.linear,
+    "matmul": lambda x, w: torch.matmul(x, w.mT),
+    "@ of a part": lambda x, w: x @ w[:, :].t(),
+    "method": lambda x, w: x.matmul(w.T),
+    "on the left": lambda x, w: (w @ x.mT).mT,
+    "of a list": lambda x, w: torch.stack([row @ w.t() for row in x.unbind(0)]),
+    "addmm": lambda x, w: torch.stack([torch.addmm(-torch.zeros(24), row, w.T) for row in x]),
+    "einsum": lambda x, w: torch.einsum("...k,nk->...n", x, w),
+    "einsum without result": lambda x, w: torch.einsum("abk,kn", x, w.T),
+    "einsum of heads": lambda x, w: torch.einsum("btk,hnk->bthn", x, w.view(4, 6, 32)).flatten(2),
+    "keyword": lambda x, w: F.linear(weight=w, input=x),
+}
+
+
+@pytest.mark.parametrize("form", MATRIX)
+def test_forms_of_a_matrix(form):
+    """By row, so that a row of the input has the same scale in any split of its rows."""
+    torch.manual_seed(0)
+    model, x = Forms(MATRIX[form], 24, 32), torch.randn(2, 5, 32)
+    layer = nn.Linear(32, 24, bias=False)
+    layer.weight.data.copy_(model.weight)
+    products = dataclasses.replace(named("fp8_rowwise", "*", "weight"), high_precision=())
+    install(model, products, {}, calls=(calls := Calls()))
+    install(expected := nn.Sequential(layer), named("fp8_rowwise", "0"), {})
+    plain = MATRIX[form](x, layer.weight)
+    y, other = model(x), expected(x)
+    assert calls["forward e4m3 x e4m3"]
+    assert torch.equal(y, other)
+    assert not torch.equal(y, plain)
+
+
+BATCHES = {
+    "bmm": (lambda x, w: torch.bmm(x, w), (4, 32, 24), (4, 5, 32)),
+    "baddbmm": (lambda x, w: torch.baddbmm(-torch.zeros(1), x, w), (4, 32, 24), (4, 5, 32)),
+    "of all rows": (lambda x, w: x[0] @ w, (4, 32, 24), (1, 5, 32)),
+    "one input for all": (lambda x, w: torch.matmul(x, w), (4, 32, 24), (1, 5, 32)),
+    "turned": (lambda x, w: x @ w.mT, (4, 24, 32), (4, 5, 32)),
+    "on the left": (lambda x, w: (w @ x.mT).mT, (4, 24, 32), (4, 5, 32)),
+    "einsum": (lambda x, w: torch.einsum("enk,eko->eno", x, w), (4, 32, 24), (4, 5, 32)),
+    "einsum of capacity": (
+        lambda x, w: torch.einsum("genk,eko->egno", x.unsqueeze(0), w).squeeze(1),
+        (4, 32, 24),
+        (4, 5, 32),
+    ),
+    "grouped without ends": (lambda x, w: F.grouped_mm(x, w), (4, 32, 24), (4, 5, 32)),
+    "one by one": (
+        lambda x, w: torch.stack([row @ own for row, own in zip(x, w, strict=True)]),
+        (4, 32, 24),
+        (4, 5, 32),
+    ),
+}
+
+
+@pytest.mark.parametrize("form", BATCHES)
+@pytest.mark.parametrize("mode", ["fp8_tensorwise", "mxfp8"])
+def test_forms_of_experts(form, mode):
+    torch.manual_seed(0)
+    take, size, given = BATCHES[form]
+    model, x = Forms(take, *size), torch.randn(*given)
+    with torch.no_grad():
+        model.weight[1] *= 50  # a scale of all experts would differ
+    install(model, named(mode, "weight"), {})
+    y, grad_x = passed(model, x)
+    weights = model.weight if size[1:] == (24, 32) else model.weight.mT
+    layers = nn.ModuleList(nn.Linear(32, 24, bias=False) for _ in weights)
+    for layer, weight in zip(layers, weights, strict=True):
+        layer.weight.data.copy_(weight)
+    install(layers, named(mode, *"0123"), {})
+
+    class All(nn.Module):
+        def forward(self, x):
+            rows = x if len(x) > 1 else [x[0]] * 4
+            return torch.stack([layer(row) for layer, row in zip(layers, rows, strict=True)])
+
+    other, other_grad = passed(All(), x)
+    assert torch.equal(y, other)
+    torch.testing.assert_close(grad_x, other_grad, rtol=1e-5, atol=1e-5 * float(grad_x.abs().max()))
+    found = model.weight.grad if size[1:] == (24, 32) else model.weight.grad.mT
+    assert torch.equal(found, torch.stack([layer.weight.grad for layer in layers]))
+
+
+def test_what_forward_writes_in_another_dtype_stays_so():
+    model = Forms(lambda x, w: F.linear(x.float(), w.float()), 24, 32).bfloat16()
+    install(model, named("fp8_rowwise", "weight"), {}, calls=(calls := Calls()))
+    x = torch.randn(5, 32)
+    assert torch.equal(model(x), F.linear(x, model.weight.float()))
+    assert not calls
+
+
+def chosen(model, *patterns, mode="fp8_rowwise", overrides=()):
+    layers, weights = chosen_products(model, named(mode, *patterns), overrides)
+    return [*layers, *weights]
+
+
+def test_names_choose_experts_and_leave_routers():
+    model = Network()
+    experts = [f"blocks.{n}.experts.{k}" for n in (0, 1) for k in ("gate_up_proj", "down_proj")]
+    assert chosen(model, "*") == experts
+    assert chosen(model, "!last 50%") == experts[:2]
+    assert chosen(model, "blocks.1") == experts[2:]
+    assert chosen(model, "*", "!*.down_proj") == experts[::2]
+    assert chosen(model, "*", "head") == ["head", *experts]
+    assert chosen(model, "*", overrides=["blocks.0.experts"]) == experts[2:]
+    assert chosen(model, "*", "*.gate") == [
+        *experts,
+        "blocks.0.gate.weight",
+        "blocks.1.gate.weight",
+    ]
+    assert chosen(model, "blocks.1.gate.weight") == ["blocks.1.gate.weight"]
+    with pytest.raises(ValueError, match="'experts.up' matches no"):
+        chosen(model, "experts.up")
+
+
+def test_a_linear_router_beside_experts_is_left_too():
+    model = Network()
+    model.blocks[0].gate = nn.Linear(WIDTH, EXPERTS)
+    model.blocks[1].gate = nn.Linear(WIDTH, EXPERTS + 1)
+    assert "blocks.0.gate" not in chosen(model, "*")
+    assert "blocks.1.gate" in chosen(model, "*")
+    model.blocks[1].gate.is_router = True
+    assert "blocks.1.gate" not in chosen(model, "*")
+
+
+def test_tables_and_layers_of_torch_are_no_weights_of_a_forward():
+    model = Network()
+    model.table = nn.Embedding(16, WIDTH)
+    model.tied = model.table.weight
+    model.position = nn.Parameter(torch.zeros(1, 9, WIDTH))
+    model.mix, model.lstm = nn.Conv1d(4, 4, 3), nn.LSTM(8, 8)
+    model.attention = nn.MultiheadAttention(16, 2)
+    assert all(".experts." in name for name in chosen(model, "*", "!head"))
+
+
+def test_delayed_scaling_keeps_scales_of_layers_alone():
+    model = Network()
+    model.blocks.append(nn.Linear(WIDTH, WIDTH))
+    assert chosen(model, "*", mode="fp8_delayed") == ["blocks.2"]
+
+
+def trained(mode, wrap=lambda model: model, how="loop", native=True):
+    torch.manual_seed(0)
+    model = Network(how)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    mprun.prepare(model, optimizer, precision=mode, native=native)
+    torch.manual_seed(1)
+    called, found = wrap(model), []
+    for _ in range(5):
+        loss = called(torch.randn(24, WIDTH)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.detach())
+    (prepared,) = (one for one in passes.alive if one.model is model)
+    return [*found, *model.state_dict().values()], prepared.forward_context.rerouted()
+
+
+@pytest.mark.parametrize("mode", ["fp8_rowwise", "nvfp4"])
+def test_experts_are_trained_in_a_script(mode):
+    """Every form ends with the same bits, but for random ones and the order of sums of rows."""
+    found, calls = trained(mode, native=False)
+    assert all(own.isfinite().all() for own in found)
+    formats = "e2m1 x e2m1" if mode == "nvfp4" else "e4m3 x e4m3"
+    assert calls[f"forward {formats}"] >= 5 * 2 * 2 * 2
+    # The input of the model has no gradient, so its first products have one pass less.
+    assert calls[f"backward {formats}"] > 1.7 * calls[f"forward {formats}"]
+    if mode == "fp8_rowwise":
+        assert all(map(torch.equal, found, trained(mode, how="grouped", native=False)[0]))
+
+
+class Dense(nn.Module):
+    """Every expert sees every row, so no size depends on a value."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(3, 16, 24) * 0.2)
+        self.down = nn.ParameterList([torch.randn(24, 16) * 0.2])
+
+    def forward(self, x):
+        y = (
+            F.linear(x, self.up[1])
+            + x @ self.up[2].mT
+            + torch.bmm(x.expand(3, -1, -1), self.up.mT)[0]
+        )
+        return x + y @ self.down[0].T + sum(F.linear(x, own) for own in self.up) @ self.down[0].t()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("mode", ["fp8_rowwise", "nvfp4"])
+def test_a_model_is_one_graph(mode):
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    def trained(compiled):
+        torch.manual_seed(0)
+        model = nn.Sequential(Dense(), Dense(), nn.Linear(24, 8))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        mprun.prepare(model, optimizer, precision=mode, native=True)
+        torch.manual_seed(1)
+        form = {"backend": backend, "fullgraph": True, "dynamic": False}
+        called = torch.compile(model, **form) if compiled else model
+        for _ in range(5):
+            called(torch.randn(10, 24)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return model.state_dict().values()
+
+    assert all(map(torch.equal, trained(True), trained(False)))
+    assert len(graphs) == 1
+
+
+def test_what_stays_is_said_once():
+    def said(model, mode, **options):
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            mprun.prepare(model, precision=mode, **options)
+        return [str(one.message) for one in told]
+
+    def of(*layers):
+        return nn.Sequential(*layers, nn.Linear(2, 2))
+
+    assert said(of(nn.Linear(8, 99), nn.Conv2d(1, 1, 3)), "fp8_rowwise") == []
+    assert said(of(nn.Linear(8, 80), nn.Conv2d(3, 30, 4)), "fp8_rowwise") == [
+        # 640 of 640 + 1440 + 4
+        "fp8_rowwise casts the products of 31 % of the weights; 1.weight (69 %) stays in bf16: "
+        "Conv2d is no linear layer"
+    ]
+    assert said(of(nn.Linear(8, 80), nn.Conv2d(3, 30, 4)), "bf16_master") == []
+    twice = of(nn.Linear(10, 10), nn.ModuleList(nn.Conv2d(1, 1, 10) for _ in range(2)))
+    assert said(twice, "nvfp4") == [
+        # 100 of 304
+        "nvfp4 casts the products of 33 % of the weights; *.*.weight (66 %) stay in bf16: "
+        "Conv2d is no linear layer"
+    ]
+    model = nn.Sequential(nn.Linear(10, 10), nn.Linear(10, 90))
+    assert said(model, "fp8_tensorwise", overrides={"0": "bf16"}) == [
+        "fp8_tensorwise casts the products of 0 % of the weights; 1.weight (90 %) stays in bf16: "
+        "an output layer, which precision.matmul.modules has to name"
+    ]
+    assert said(Network(), "fp8_rowwise") == []
+    (line,) = said(Network(), "fp8_rowwise", overrides={"*.experts": "fp32", "blocks.0": "bf16"})
+    assert "experts.gate_up_proj" in line
+    assert line.endswith("stay in fp32: an override")
