@@ -22,6 +22,7 @@ from mprun.torch_private import OpOverload, TorchDispatchMode, graph_task, schem
 
 FIRST = 3  # steps watched one after the other
 RARELY = 1000  # afterwards one step in this many
+_MANY = 0.1  # of a model's parameters; fewer may be tables that are added
 _KINDS = ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
 _ATTENTION = [f"_scaled_dot_product_{kind}{end}" for kind in _KINDS for end in ("", "_backward")]
 _RECURRENT = [
@@ -137,7 +138,8 @@ class Audit(TorchDispatchMode):
         self.watched += 1
 
     def check_happened(self) -> str | None:
-        """Return a note if overrides leave no product in the mode: such an arm is a control.
+        """Return a note if overrides leave no product in the mode: such an arm is a control; or if
+        no product has met parameters that the mode would have cast.
 
         Only blocks watched to their end count; without one the question stays open.
 
@@ -145,9 +147,16 @@ class Audit(TorchDispatchMode):
             Contradiction: No product ran in the mode, and there are no overrides.
         """
         missing, forward_context = self.result().get("unused"), self.forward_context
-        if missing is None:
-            return None
         mode = forward_context.policy.name
+        if missing is None:
+            unmet = forward_context.unmet
+            if not self.watched or sum(unmet.values()) < _MANY:
+                return None
+            largest = max(unmet, key=lambda name: unmet[name])
+            return (
+                f"precision={mode}: no product with {largest} was cast ({100 * unmet[largest]:.0f} "
+                "% of the parameters): the forward of its module does not multiply by it"
+            )
         what = f"precision={mode}: no operation of the network ran in {missing}"
         if not forward_context.overridden:
             raise Contradiction(f"{what}; there is nothing to compare")

@@ -51,6 +51,7 @@ class ForwardContext:
         self.overridden = bool(overrides)
         wanted = [dtype for dtype in (policy.half_dtype, *overrides) if dtype is not None]
         self.calls = Calls()
+        self.unmet: dict[str, float] = {}  # see `scaled_linear.install`
         self.earlier: Mapping[str, int] = {}  # `rerouted` of the run's earlier attempts
         self.half_dtypes = tuple(dict.fromkeys(d for d in wanted if d.itemsize == 2))
         emulated = self.half_dtypes if device.type == "cpu" and not native else ()

@@ -25,7 +25,7 @@ from mprun.precision.scaled_products import (
     dequantized,
     product,
 )
-from mprun.precision.weight_products import Multiply, with_weights
+from mprun.precision.weight_products import Multiply, noting, with_weights
 from mprun.torch_private import holds_codes
 
 
@@ -138,8 +138,11 @@ def install(
     chosen: Collection[str],
     mode: str = "",
     calls: Calls | None = None,
+    unmet: dict[str, float] | None = None,
 ) -> DelayedScaling | None:
     """Let what `chosen_products` names compute so, or raise its errors; `calls` count products.
+
+    unmet: gets the share of the model's parameters in each weight that no product has met so far.
 
     Returns what the layers keep from update to update, or None.
     """
@@ -148,9 +151,11 @@ def install(
     delayed = _delayed(model, products, names) if is_kept and names else None
     device, number = next(model.parameters()).device, 0 if calls is None else calls.number
     inside: dict[str, list[tuple[nn.Module, str, Multiply]]] = {}
+    total, unmet = sum(own.numel() for own in model.parameters()), {} if unmet is None else unmet
     for name, own in weights.items():
         owner, plan = model.get_submodule(own.owner), products.plan(name, device)
-        multiply = partial(_product, owner, plan, number)
+        unmet[name] = own.tensor.numel() / total
+        multiply = partial(noting, unmet, name, partial(_product, owner, plan, number))
         inside.setdefault(own.caller, []).append((owner, own.key, multiply))
     for name in names:
         module = model.get_submodule(name)

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
@@ -73,6 +74,20 @@ def with_weights(
     known = {own: _Weight(multiply) for own, multiply in held if own is not None}
     with _Products(known):
         return forward(*args, **kwargs)
+
+
+def noting(
+    unmet: dict[str, float],
+    name: str,
+    multiply: Multiply,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+) -> Tensor:
+    """Multiply, and note that a product has met the parameter `name`."""
+    if not is_dynamo_compiling():
+        unmet.pop(name, None)
+    return multiply(x, weight, bias)
 
 
 class _Products(TorchFunctionMode):

@@ -72,7 +72,8 @@ def put_in_mode(
         own_recurrent(model)
         if policy.matmul is not None:
             stays = what_stays(model, policy, chosen)
-            delayed = install(model, policy.matmul, chosen, policy.name, forward_context.calls)
+            counted = forward_context.calls, forward_context.unmet
+            delayed = install(model, policy.matmul, chosen, policy.name, *counted)
         cast_around_modules(model, policy, chosen)
         for module in metrics | losses:
             module.__dict__.pop("forward", None)

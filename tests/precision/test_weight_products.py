@@ -362,6 +362,35 @@ def test_a_model_is_one_graph(mode):
     assert len(graphs) == 1
 
 
+class Elsewhere(nn.Module):
+    """A module that multiplies by the parameter of another one, which has no call."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.held = nn.Linear(8, 8), Experts("loop")
+        self.head = nn.Linear(WIDTH, 1)
+
+    def forward(self, x):
+        return self.head(self.first(x) @ self.held.down_proj[0, :8].mT.mT[:, :1] + self.zeros)
+
+    zeros = torch.zeros(WIDTH)
+
+
+def test_a_weight_that_no_product_meets_is_said():
+    """Each expert counts as met with one of them."""
+    for model, size, names in ((Elsewhere(), 8, ["held.gate_up_proj"]), (Network(), WIDTH, [])):
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        mprun.prepare(model, optimizer, precision="fp8_rowwise")
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            model(torch.randn(6, size)).sum().backward()
+            optimizer.step()
+        said = [str(one.message) for one in told if "no product with" in str(one.message)]
+        assert [line.split()[4] for line in said] == names
+        # 4 * 48 * 32 of 6144 + 3072 + 72 + 33 parameters
+        assert all("was cast (66 % of the parameters)" in line for line in said)
+
+
 def test_what_stays_is_said_once():
     def said(model, mode, **options):
         with warnings.catch_warnings(record=True) as told:
