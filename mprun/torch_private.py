@@ -11,7 +11,7 @@ objects and `attrgetter` is written in C: a step gains no Python call.
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from operator import attrgetter, methodcaller
 from sys import getrefcount
 from traceback import walk_tb
@@ -250,6 +250,17 @@ def uncompiled(function: Any) -> Any:
     strategy = frames._FrameExecStrategy(action.SKIP, action.DEFAULT)
     frames.set_code_exec_strategy(function.__code__, strategy)
     return function
+
+
+@cache
+def let_compilers_show(function: Callable[..., Any]) -> None:
+    """Let torch.compile show a private function of torch to modes of functions, as eager code does.
+
+    If gone: a compiled product by `grouped_mm` is not cast.
+    """
+    from torch._dynamo.variables import torch as variables
+
+    variables.get_overridable_functions().add(function)
 
 
 def count_as_compiled() -> None:

@@ -17,7 +17,7 @@ from typing import Any
 from torch import nn
 
 from mprun.prepared.border import Forward
-from mprun.torch_private import count_as_compiled, set_compiler
+from mprun.torch_private import count_as_compiled, grouped_mm, let_compilers_show, set_compiler
 
 
 class Compiled:
@@ -90,6 +90,8 @@ def taken_by(
     kwargs: Mapping[str, Any],
 ) -> Any:
     """Call a function and let a compiler take its frames, which is set aside before and behind."""
+    if compiler is not None:
+        let_compilers_show(grouped_mm)
     set_compiler(compiler)
     try:
         return compute(*args, **kwargs)

@@ -347,7 +347,7 @@ def test_a_model_is_one_graph(mode):
     def trained(compiled):
         torch.manual_seed(0)
         model = nn.Sequential(Dense(), Dense(), nn.Linear(24, 8))
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        optimizer = torch.optim.SGD(model.parameters(), 1e-4)
         mprun.prepare(model, optimizer, precision=mode, native=True)
         torch.manual_seed(1)
         form = {"backend": backend, "fullgraph": True, "dynamic": False}
@@ -356,10 +356,39 @@ def test_a_model_is_one_graph(mode):
             called(torch.randn(10, 24)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-        return model.state_dict().values()
+        return [*model.state_dict().values()]
 
-    assert all(map(torch.equal, trained(True), trained(False)))
+    found = trained(False)
+    assert all(own.isfinite().all() for own in found)
+    assert all(map(torch.equal, trained(True), found))
     assert len(graphs) == 1
+
+
+class Grouped(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.Parameter(torch.randn(3, 24, 16))
+        self.ends = torch.tensor([2, 2, 9], dtype=torch.int32)
+
+    def forward(self, x):
+        return F.grouped_mm(x, self.experts.mT, offs=self.ends)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_a_compiler_does_not_hide_grouped_products():
+    """torch.compile shows private functions to no mode of functions by itself."""
+
+    def computed(compiled):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(16, 16), Grouped())
+        mprun.prepare(model, precision="fp8_rowwise", native=True)
+        called = torch.compile(model, backend="eager") if compiled else model
+        found = [called(torch.randn(9, 16)) for _ in range(5)]
+        torch.stack(found).sum().backward()
+        return [*found, *(own.grad for own in model.parameters())]
+
+    assert all(map(torch.equal, computed(True), computed(False)))
 
 
 class Elsewhere(nn.Module):
