@@ -31,7 +31,7 @@ class MatmulConfig:
     )
     scale: str = one_of(
         "fp32 pow2 e8m0 e4m3 four_over_six delayed",
-        "pow2: down to a power of two; e8m0: MX; e4m3: NVFP4; four_over_six: NVFP4 to 6 or 4; "
+        "pow2: down to a power of two; e8m0: MX; e4m3: NVFP4; four_over_six: to 6 or 4; "
         "delayed: of the past",
     )
     scale_rounding: str = one_of(
