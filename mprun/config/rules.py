@@ -341,6 +341,8 @@ def _scales(matmul: schema.MatmulConfig, formats: dict[str, str | None]) -> Iter
         needed = f"{key}.granularity=tensor or row, scale=fp32 or pow2, grad_rounding=nearest"
         yield f"{key}.input={formats['input']}: int8 is for all operands, with {needed}"
     for field, own in formats.items():
+        if matmul.scale == "four_over_six" and own not in (None, "e2m1"):
+            yield f"{key}.{field}={own}: must be e2m1 with {scale}=four_over_six"
         if is_delayed and own == "e2m1":
             yield f"{key}.{field}=e2m1: must be e4m3 or e5m2 with {scale}=delayed"
 

@@ -237,6 +237,10 @@ CASES = [
         "hadamard=['grad_weight']: must be [] with precision.matmul.scale=delayed",
     ),
     (
+        "model=gpt precision=nvfp4_4over6 precision.matmul.grad_output=e4m3",
+        "precision.matmul.grad_output=e4m3: must be e2m1 with precision.matmul.scale=four_over_six",
+    ),
+    (
         "model=gpt precision=fp8_delayed precision.matmul.input=e2m1",
         "precision.matmul.input=e2m1: must be e4m3 or e5m2 with precision.matmul.scale=delayed",
     ),
