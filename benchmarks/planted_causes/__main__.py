@@ -96,6 +96,8 @@ def verified(place: Path, own: list[str], mode: str) -> Outcome:
         for name, line in (("fp32", plain), (mode, own))
     )
     losses = [one.get("loss", math.nan) for one in fp32]
+    if not all(map(math.isfinite, losses)):  # FP32 was refused, or has no loss in the end
+        return {"learns": False, "fails": False, "trains": False, "fp32": fp32, "mode": in_mode}
     mean = statistics.fmean(losses)
     bound = mean + max(0.05 * abs(mean), 3 * statistics.stdev(losses))
     learns = all(one["status"] == "done" for one in fp32)
