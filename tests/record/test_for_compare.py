@@ -38,7 +38,8 @@ def test_run_json_holds_the_configuration_of_config_yaml_also_after_a_resume(fin
     assert record["config"] == compose_config([*AMP, f"output_dir='{finished}'"]).as_dict()
     assert record["config"] == config_of(finished)
     compared = {"metric": "loss", "margin": 0.01, "window": 1, "baseline": "fp32"}
-    assert record["config"]["compare"] == compared | {"higher_is_better": None}
+    others = ("higher_is_better", "plan", "pair_sd", "pair_sd_source")
+    assert record["config"]["compare"] == compared | dict.fromkeys(others)
     directory = shutil.copytree(finished, tmp_path / "run")
     assert main([f"resume={directory}", "train.steps=5", "train.log_every=7"]) == 0
     record = record_of(directory)
