@@ -115,7 +115,7 @@ def check_batches(config: CustomDataConfig, task: str, source: Source, device) -
         with blaming(f"{name}: eval_batches() of its source"):
             held_out = next(iter(source.eval_batches()), None)
     if held_out is None:
-        raise BadInput(f"{name}: eval_batches() of its source yields nothing")
+        raise BadInput(f"{name}: eval_batches() of its source must yield a batch, got none")
     for what, batch in {"train_batch(0)": first, "eval_batches()": held_out}.items():
         if wrong := _wrong(batch, kind, source, device):
             raise BadInput(f"{name}: {what} of its source {wrong}")

@@ -178,8 +178,9 @@ def _refuse_contradictions(asked: dict[str, Any]) -> None:
     for flag in ("--higher-is-better", "--absolute"):
         if asked[flag] and asked["--margin"] is None:
             raise BadInput(f"{flag}: needs --margin, in the unit of the metric")
-    if foreign and (asked["--baseline"] or asked["--allow"] or asked["--metric"]):
-        raise BadInput("--scalar: foreign logs have no --baseline, --allow or --metric")
+    for flag in ("--baseline", "--allow", "--metric"):
+        if foreign and asked[flag]:
+            raise BadInput(f"{flag}: must not be given with --scalar; it is for runs of mprun")
 
 
 def checked_margin(given: str | float) -> float:

@@ -294,8 +294,8 @@ class OptimizerSteps:
         if closure is not None:
             if self.narrow is not None:
                 raise ValueError(
-                    f"closure: precision={self.policy.name} updates weights chunk by chunk and "
-                    "takes none; call optimizer.step() without it"
+                    f"closure: must be None with precision={self.policy.name}, which updates "
+                    "weights chunk by chunk; call optimizer.step() without it"
                 )
             if not scaled:
                 return None

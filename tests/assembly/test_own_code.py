@@ -266,7 +266,10 @@ def own_modules(tmp_path, monkeypatch):
         ("data.factory=owncode:labels", "labels from 0 to 3|num_classes=3"),
         ("data.factory=owncode:alone", "must be a pair of tensors"),
         ("data.factory=owncode:raises", "train_batch(0) of its source: IndexError|owncode.py"),
-        ("data.factory=owncode:nothing", "eval_batches() of its source yields nothing"),
+        (
+            "data.factory=owncode:nothing",
+            "eval_batches() of its source must yield a batch, got none",
+        ),
         ("data.factory=owncode:text", "no num_classes, which a classifier needs"),
         ("model=dcgan data=custom data.image_size=32", "images of 8x8 pixels, model.image_size"),
         (

@@ -98,7 +98,10 @@ def test_another_learning_rate_is_refused_unless_told(runs, capsys):
         (["outputs", "--step", "epoch"], "--step: only with --scalar"),
         (["outputs", "--absolute"], "--absolute: needs --margin"),
         (["--tag", "loss", "fp32=a", "amp=b"], "compare: --tag: unknown option; now --scalar"),
-        (["outputs", "--scalar", "loss", "--metric", "loss"], "--scalar: foreign logs"),
+        (
+            ["outputs", "--scalar", "loss", "--metric", "loss"],
+            "--metric: must not be given with --scalar",
+        ),
         (["outputs", "--allow", "optim.rate"], "optim.rate"),
         (["outputs", "--baseline", "nowhere"], "there are runs of amp, fp32"),
         (["outputs", "--out", "notes"], "notes"),

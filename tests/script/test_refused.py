@@ -207,7 +207,7 @@ IN_THE_LOOP = {
     "`nn.DataParallel` over several devices": [
         lambda: prepared()[0]._replicate_for_data_parallel()
     ],
-    "a copy of the model within its own call": [
+    "a copy of the model during its own call": [
         lambda: call(lambda self, y: copy.deepcopy(self).layer(y))
     ],
     "a loss of a tensor from inside that is in no output and no attribute": [kept_outside],
@@ -225,7 +225,7 @@ IN_THE_LOOP = {
     ],
     "a second derivative through FP8 products": [second_derivative],
     "no operation of the network runs in the mode": [lambda: step(*prepared(model=NoProducts()))],
-    "closures with weights without a master copy (`bf16_stochastic`)": [
+    "a closure for weights that have no master copy (`bf16_stochastic`)": [
         lambda: closures("bf16_stochastic")
     ],
     "a closure with infinite gradients at a constant scale": [

@@ -119,7 +119,7 @@ TRAPS = [
         lambda m, o: m.double()(IMAGES),
     ),
     ("now on cpu in torch.bfloat16", MASTERS, lambda m, o: (m.head.bfloat16(), m(IMAGES))),
-    ("within its own call", ["fp16_master"], copy_within_a_call),
+    ("during its own call", ["fp16_master"], copy_within_a_call),
     ("from inside a prepared model", ["amp", "fp16_master_scaled"], loss_of_a_tensor_inside),
     ("in a Holder", ["amp", "fp16_master_scaled"], call_of(Holds, torch.ones(2, 4))),
     (

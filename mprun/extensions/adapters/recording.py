@@ -61,8 +61,8 @@ class RunCallback:
             ValueError: the metric is not among `metrics`; wanted: what should have been done.
         """
         if self.metric not in metrics:
-            found = ", ".join(metrics) or "nothing"
-            raise ValueError(f"metric={self.metric!r}: not {wanted}, but {found}")
+            found = ", ".join(metrics) or "none"
+            raise ValueError(f"metric={self.metric!r}: must be {wanted}, got {found}")
         self.evaluated = self.steps
         return self._goes_on(lambda run: run.evaluate(**{self.metric: metrics[self.metric]}))
 

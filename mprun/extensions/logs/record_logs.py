@@ -162,8 +162,8 @@ def _records_of_columns(wanted: Wanted, content: dict[str, Any]) -> list[dict]:
             raise Damaged(f"{path}: {name!r} is no list of values; save it as CSV or JSON lines")
     if len(steps) != len(values):
         raise BadInput(
-            f"{path}: {counted!r} has {len(steps)} values and {scalar!r} {len(values)}: must be as "
-            "many"
+            f"{path}: {counted!r} and {scalar!r} must have equally many values, got {len(steps)} "
+            f"and {len(values)}"
         )
     return [{counted: at, scalar: one} for at, one in zip(steps, values, strict=True)]
 

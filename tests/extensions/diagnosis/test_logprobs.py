@@ -256,7 +256,8 @@ BAD = {
     "amp --batch 3,x": "--batch x: must be whole numbers, separated by commas, from 1",
     "amp --band 2": "--band 2: must be a number from 0 to 1",
     "amp RUN --window 13": "--window 13: the held-out data have windows of at most 12 tokens",
-    "amp RUN --pad 1": "--window 12 --pad 1: together at most 12, the model's context",
+    "amp RUN --pad 1": "--window 12 --pad 1: the sum must be at most 12, the model's "
+    "context, got 13",
     "amp RUN --batch 3 --tokens 24": "--batch 3: must be at most 2, the windows of --tokens 24",
     "amp --log-softmax bf16": "--log-softmax: invalid choice: 'bf16'",
 }

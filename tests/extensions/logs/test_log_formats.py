@@ -346,9 +346,11 @@ def test_an_installed_package_adds_a_format(tmp_path, monkeypatch):
         ("a.csv", "Step,Tag,Value\n1,lr,2\n", "--scalar loss: not there; has Tag, Value"),
         ("a.json", '{"tokens": [10, 20], "loss": [2, 1]}', "--scalar loss: does 'tokens' beside it "
          "count its steps? Say so with --step tokens"),
-        ("a.json", '{"step": [1, 2, 3], "loss": [2, 1]}', "'step' has 3 values and 'loss' 2: m"),
+        ("a.json", '{"step": [1, 2, 3], "loss": [2, 1]}', "'step' and 'loss' must have "
+         "equally many values, got 3 and 2"),
         ("a.json", '{"loss": {"10": 2}}', "'loss' is a mapping; save the log as CSV or JSON lines"),
-        ("a.json", '{"loss": {"values": [2, 1], "steps": [1]}}', "'step' has 1 values and 'loss'"),
+        ("a.json", '{"loss": {"values": [2, 1], "steps": [1]}}', "'step' and 'loss' must "
+         "have equally many values, got 1 and 2"),
         ("a.json", '{"loss": {"values": [2, 1], "tokens": [5, 9]}}', "'loss' has tokens beside it"),
         ("a.csv", "step;loss\n1;2,345\n2;2,125\n", "line 2: '2,345' is 2345 or 2.345, and no oth"),
         ("a.log", "step 1 loss 2,345\n", "line 1: '2,345' is 2345 or 2.345, and no other number"),

@@ -202,7 +202,8 @@ def _computed(
                     raise BadInput(f"--batch {side.batch}: must be {allowed}")
                 if context is not None and length + side.pad > context:
                     both = f"--window {length} --pad {side.pad}"
-                    raise BadInput(f"{both}: together at most {context}, the model's context")
+                    allowed = f"at most {context}, the model's context"
+                    raise BadInput(f"{both}: the sum must be {allowed}, got {length + side.pad}")
                 own = options.log_softmax == "mode"
                 found[side] = log_probs(built.task, windows, *side[1:], own_format=own)
         unused = built.forward_context.missing()
