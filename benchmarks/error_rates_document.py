@@ -205,10 +205,10 @@ allow. A margin may be computed from that mean and then taken for known. Where e
 nearly alike, but seeds scatter, it is wrong by more than the differences are. At a true difference
 of the margin it moves with the seeds. So the test takes own - (1 +- margin) * base for each seed,
 and the interval is Fieller's, the ratios that this test does not reject. The t statistic of such a
-combination is exact for normal noise at any correlation ("scatter" in the tables). Welch's test is
-approximate: it is of the same two combinations, and with three seeds against many it is too short.
-Where FP32's mean cannot be told from 0 there is no such interval, and the comparison is refused.
-This is so in up to {refused} of the draws, with three seeds that scatter by 20 %.
+combination is exact for normal noise at any correlation ("scatter" in the tables). Welch's test of
+the same two combinations is approximate. With three seeds against many its interval is too short.
+If the mean of FP32 may be 0 by its own scatter, no such interval exists. Then the comparison is
+refused. This happens in up to {refused} of the draws, with three seeds that scatter by 20 %.
 
 ## How `--looks` keeps its rate
 
@@ -224,7 +224,7 @@ that clear cases end early (column "seeds used").
 
 ## Sweeps that run until they are decided
 
-`until=decided max_seeds=10` looks after every seed from the third on. It has spent
+`until=decided max_seeds=10` has an interim look after every seed from the third on. It has spent
 (n / 10)^1.5 of the 5 % after n seeds (Kim and DeMets 1987). It spends little at the first looks and
 most at the last, where it decides most. The alpha of each look is simulated as Pocock's is. From
 five seeds on it gives up where 5 % without looks would take more than 30 seeds. That is not
@@ -232,7 +232,8 @@ binding, so it only lowers the rates. {_compared(results)}
 
 A program of its own, which knows the margin beforehand, gave the same shares of right words to
 within 0.8 points. Its numbers of seeds were the same to within 0.1 (29 November 2026; the figures
-are in tests/compare/test_error_rates.py). Only its giving up ended sooner, by 0.2 to 0.4 seeds.
+are in tests/compare/test_error_rates.py). Only where it gave up did it end
+sooner, by 0.2 to 0.4 seeds.
 
 Seeds that scatter much while equal seeds end alike change nothing: the test is the same ratio test.
 Noise that is not normal does, and looking early makes it worse: a few seeds often contain no bad
@@ -248,9 +249,9 @@ before.
 ## One pair of runs
 
 A pair gets no verdict, because one seed says nothing about others. Who knows how the gap of such a
-pair scatters, in standard deviations, states it: `compare.pair_sd`. Then |gap| + 1.645 sd below the
-bar is a test at 5 %. Its rate is exactly this if the statement is true and the scatter is normal
-("pair" in the tables). Half the true scatter gives \
+pair scatters, in standard deviations, states it: `compare.pair_sd`. A pair then passes if |gap| +
+1.645 sd is less than the bar. The rate of this test is exactly 5 % if the statement is
+true and the scatter is normal ("pair" in the tables). Half the true scatter gives \
 {rate["inside_at_the_bar_half of it"]} instead of 5 %. A scatter from a few earlier pairs is a draw
 itself: from three pairs the rate is {rate["inside_at_the_bar_that of 3 earlier pairs"]}, from five
 {rate["inside_at_the_bar_that of 5 earlier pairs"]}, from ten \
@@ -264,10 +265,11 @@ This puts t(0.95, n - 1) in the place of 1.645.
 The test takes each seed's least-squares slope of the gap to the baseline over the last half of the
 steps. One t test of these slopes is one-sided at 5 % (`mprun.comparison.gap_growth`). Within a seed
 the gap at one step predicts the next one, so no test may count steps. Slopes of separate seeds are
-independent, and the test counts only these. The table at the end has gaps of 60 points over 6,000
-steps, with a standard deviation of 0.05 % of the loss. The curves fall from 6 to 2 nats and scatter
-by 1 % over seeds. A growth of 0.25 % of the loss over the last half is found in at least
-{rate["growth_of_0.25_found_n_3"]} of comparisons with three seeds. The rates hold for slopes that
+independent, and the test counts only these. The table at the end is drawn with curves of 60
+points over 6,000 steps. Their gaps have a standard deviation of 0.05 % of the loss. The curves fall
+from 6 to 2 nats and scatter by 1 % over seeds. A growth of 0.25 % of
+the loss over the last half is found in at least {rate["growth_of_0.25_found_n_3"]}
+of comparisons with three seeds. The rates hold for slopes that
 are normal over seeds. If one seed in many falls much, a few seeds often contain none of these, and
 up to {rate["false_growth_skewed slopes"]} of comparisons report "grows". The rate is that of one
 mode; nothing is corrected for their number. This table alone:
@@ -321,8 +323,9 @@ Noise of a gap from step to step, in the last table ("grows by 0.00 %: said" is 
 
 ### Sweeps until decided, and other rules on the same draws
 
-Each entry: the share of the word, and the mean number of seeds used. Correlated seeds "scatter";
-shifts are as above. A test after every seed is for comparison.
+Each entry has the share of draws that end with this word, and the mean number of seeds used. A
+column is one true difference of the two arms. In correlated draws the seeds "scatter"; shifts are
+as above. A test after every seed is for comparison.
 
 {sweep_tables(results)}
 

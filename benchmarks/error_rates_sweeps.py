@@ -185,12 +185,14 @@ def sweep_tables(results: dict) -> str:
     for setting in settings:
         cells = [c for c in results["sweeps"] if (c["seed_sd"], c["sd"], c["shift"]) == setting]
         seed_sd, sd, shift = setting
-        lines += ["", f"Seeds scatter by {seed_sd:.0%}, equal seeds differ by {_percent(sd)}"]
-        lines[-1] += f" ({shift}):".replace("%", " %") if seed_sd != SEED_SD else ":"
+        scatter = f"seeds {100 * seed_sd:g} %, differences of equal seeds {_percent(sd)}"
+        lines += ["", f"Standard deviations: {scatter}"]
+        lines[-1] += f" ({shift}):" if seed_sd != SEED_SD else ":"
         lines += ["", *_rows(cells)]
     for sd, shared in dict.fromkeys((c["sd"], c["correlation"]) for c in results["correlated"]):
         cells = [c for c in results["correlated"] if (c["sd"], c["correlation"]) == (sd, shared)]
-        lines += ["", f"Seeds scatter by {_percent(sd)}, arms correlate {shared:g}:", ""]
+        known = f"seeds {_percent(sd)}; correlation of the arms: {shared:g}"
+        lines += ["", f"Standard deviation: {known}", ""]
         lines += _rows(cells)
     for kind in NOISES:
         cells = [cell for cell in results["sweep_noise"] if cell["noise"] == kind]
@@ -199,9 +201,10 @@ def sweep_tables(results: dict) -> str:
 
 
 def _rows(cells: list[dict]) -> list[str]:
-    names = {0: "equal", 0.5: "half the margin", 1: "the margin", 2: "twice the margin"}
-    words = {0: "matches", 0.5: "matches", 1: "false matches", 2: "worse"}
-    heads = ["rule", *(f"{names[c['true']]}: {words[c['true']]} / seeds" for c in cells)]
+    names = {0: "0", 0.5: "half the margin", 1: "the margin", 2: "twice the margin"}
+    words = {0: '"matches"', 0.5: '"matches"', 1: 'false "matches"', 2: '"worse"'}
+    truths = [c["true"] for c in cells]
+    heads = ["rule", *(f"true difference = {names[t]}: {words[t]} / seeds used" for t in truths)]
     lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
     for rule in (*RULES, UNTIL):
         row = [f"{_percent(right(c, rule))} / {c['rates'][rule]['seeds']:.1f}" for c in cells]

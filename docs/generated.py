@@ -124,7 +124,7 @@ def _mode(name: str, policy: PrecisionPolicy, path: Path) -> tuple[str, ...]:
         "none": f"none; {held} optimizer state",
         "transient": "none: updated in FP32, rounded stochastically"
         if policy.rounding == "stochastic"
-        else "none: what rounding takes away is kept",
+        else "none: the part that rounding removes is kept for the next update",
     }
     masters_of = "-" if (held, half) == ("FP32", "FP32") else masters[policy.masters]
     found = re.search(r"^# Elsewhere: (.*)\.$", path.read_text(encoding="utf-8"), re.MULTILINE)
