@@ -15,12 +15,13 @@ computation of a call, steps.py that of a step.
 from __future__ import annotations
 
 import gc
-import warnings
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict, TypeVar, Unpack, overload
 
 import torch
 from torch import nn
+from torch.distributed import get_rank
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -49,6 +50,7 @@ from mprun.prepared.prepared_model import PreparedModel
 from mprun.prepared.scaling import Scaling
 from mprun.prepared.shards import (
     FSDP1,
+    are_several,
     is_fsdp1,
     is_sharded,
     keeps_half,
@@ -161,7 +163,8 @@ def prepare(
     forward_context = ForwardContext(policy, device, native=native, overrides=dtypes.values())
     for one, overrides in own:
         if (stays := PreparedModel(one, forward_context, scale, overrides).stays) is not None:
-            warnings.warn(stays, stacklevel=2)
+            if not are_several() or get_rank() == 0:
+                print(f"mprun: {stays}", file=sys.stderr)
     for part in {part for one in given for part in one.modules()}:
         look_again(part)
     install_hooks()

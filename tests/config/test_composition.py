@@ -218,7 +218,8 @@ def test_a_whole_number_may_be_written_with_an_exponent():
         ("precision", "O2", ["fp16_master_scaled"]),
         ("precision", "O3 half 16-true", ["fp16_naive"]),
         ("precision", "32 32-true float32 O0 no", ["fp32"]),
-        ("precision", "int8", []),
+        ("precision", "int8", ["int8_rowwise"]),
+        ("precision", "int4", []),
     ],
 )
 def test_the_words_of_others(key, words, wanted):

@@ -22,7 +22,7 @@ from .trained import SMALL, Training, assert_same_rows
 pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections")
 ON_A_CPU = [mode for mode in MODES if get_policy(mode).fp32_math == "ieee"]
 NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
-NAMES |= {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
+NAMES |= {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.int8: "int8"}
 LATE = '''
 import torch
 from torch import nn

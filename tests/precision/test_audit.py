@@ -97,7 +97,7 @@ def test_decoded_numbers_of_a_product_of_casts_may_be_of_another_dtype():
     x, one = torch.ones(16, 16, device="meta", dtype=torch.bfloat16), torch.ones((), device="meta")
     with audit.watching():
         torch.ops.mprun.scaled_mm(
-            x, x, one, one, one, one, torch.float16, True, 0, "e2m1 x e2m1", torch.bfloat16
+            x, x, one, one, one, one, torch.float16, True, 0, 36.0, "e2m1 x e2m1", torch.bfloat16
         )
     assert audit.products == {("forward", "e2m1"): 1}
 

@@ -17,7 +17,7 @@ from ..helpers import (
     raises_line,
 )
 from ..numerics.small_runs import SMALL
-from ..shipped import MODES
+from ..shipped import OF_ANY_NETWORK
 from ..tables import with_extensions
 
 NARROW = ["model.width=0.0625", "optim=sgd", "optim.lr=1e-3", "data.batch_size=8"]
@@ -73,8 +73,8 @@ PRODUCTS = with_extensions("PRODUCTS", PRODUCTS)
 
 
 def test_every_mode_is_listed():
-    """Those in FP8 are of linear layers: tests/precision/test_scaled_products.py."""
-    assert EXPECTED.keys() == {m for m in MODES if not m.startswith("fp8")} - {"tf32"}
+    """Those in 8 bits are of linear layers: tests/precision/test_scaled_products.py."""
+    assert EXPECTED.keys() == {*OF_ANY_NETWORK} - {"tf32"}
 
 
 # By default every mode with one of the small networks.
