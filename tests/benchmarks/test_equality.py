@@ -132,6 +132,12 @@ def test_planted_errors_are_found(reference, kind, defect, mode):
     ],
 )
 def test_nobody_else_is_accused(reference, make_peer, kind, mode):
+    if (kind, mode) == ("language_model", "amp_bf16"):
+        try:
+            with torch.autocast("cpu", torch.bfloat16):
+                torch.nn.LSTM(16, 16)(torch.zeros(2, 4, 16))
+        except RuntimeError as error:
+            pytest.skip(f"torch has no LSTM in BF16 on this processor: {error}")
     case, trials = case_of(kind, mode), {}
     nhwc = tuned(set_up(case, CPU), channels_last=True)
     trials["nhwc"] = trial_of(case, watched_steps(peer_of(nhwc), CPU))
