@@ -294,7 +294,7 @@ def _part(part: str, in_evaluation: bool, options: dict) -> nn.Module:
 
 
 class Host(nn.Module):
-    """What the hosts share. place: the part's, "input", "middle", "logits" or "loose".
+    """Hold the planted part of a host. place: the part's, "input", "middle", "logits" or "loose".
 
     "loose" calls it in the host's own forward. scale: times the part's input.
     """

@@ -123,7 +123,7 @@ MOST = 12  # rows of a phase by each measure
 
 
 class Place(NamedTuple):
-    """Where an operation between modules ran: a phase, the module that calls it, its ATen name.
+    """The place of an operation between modules: a phase, the module that calls it, its ATen name.
 
     module: "" is the model itself; operations of the loss have "loss". In a backward pass it is the
     module of the forward pass.

@@ -40,7 +40,7 @@ def stated(sd, source=SOURCE) -> dict:
 
 
 def facts_of(gaps=GAPS, question=LOSS, outcome=(0.0, 2.0), base=2.0, **more):
-    """Of a constant baseline at `base`."""
+    """Return facts beside a constant baseline at `base`."""
     own = late([base + gap for gap in gaps], STEPS[: len(gaps)], mode="amp", **more)
     return pair_facts(own, late([base] * len(gaps), STEPS[: len(gaps)], **more), question, outcome)
 

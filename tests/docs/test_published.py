@@ -1,4 +1,4 @@
-"""What others read of the project: how it is cited, and the forms of its issues."""
+"""Others cite the project and file its issues by these files."""
 
 import yaml
 

@@ -93,7 +93,7 @@ def test_eager_steps_win_and_are_captured(executed, model):
 
 @pytest.mark.slow
 def test_a_peak_of_memory_is_without_the_copy_of_the_state(executed):
-    """Of the step that compiles."""
+    """The compiling step holds that copy."""
     overrides = ["precision=fp32", "train.cuda_graph=off", "numerics.keep_failure=false"]
     tried = executed("gpt", *overrides, times=(HOST_BOUND, EAGER))
     plain = executed("gpt", *overrides, "train.compile=off")

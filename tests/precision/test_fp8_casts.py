@@ -15,7 +15,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*TRITON_DEFAULT_FP_FUSION")
 
 
 def matrices(dtype):
-    """Of both parities; with rows of zeros, of very small and very large numbers, and of ties."""
+    """Yield matrices with rows of zeros, of very small and very large numbers, and of ties."""
     draw = torch.Generator().manual_seed(0)
     for n, k in ((64, 96), (37, 71)):
         made = torch.randn(n, k, generator=draw) * (4 * torch.randn(n, k, generator=draw)).exp2()

@@ -31,7 +31,7 @@ def by_torch():
 
 
 def by_older_switches():
-    """What older code reads; torch raises where a switch and a flag disagree."""
+    """Older code reads these; torch raises where a switch and a flag disagree."""
     cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
     return cuda.matmul.allow_tf32, cudnn.allow_tf32, torch.get_float32_matmul_precision()
 

@@ -152,7 +152,7 @@ def as_in_transformer_engine(matrix):
 
 
 def test_blocks_of_transformer_engine_s_steps():
-    """Of 24,576 blocks of three kinds none has another scale, none of 393,216 numbers differs."""
+    """All 24,576 scales of three kinds of blocks are equal, and all 393,216 numbers."""
     for matrix in (heavy(512, 256), heavy(512, 256, spread=0), heavy(512, 256).bfloat16().float()):
         numbers, stored = four_over_six(matrix)
         expected, scales, share = as_in_transformer_engine(matrix)
@@ -209,7 +209,7 @@ def off(products, times=300):
 
 
 def test_both_gradients_are_right_on_average():
-    """Of a normal distribution half of all numbers are within 0.67 standard errors."""
+    """Half of all numbers of a normal distribution are within 0.67 standard errors."""
     recipe = get_policy("mxfp4_hadamard").matmul
     assert all(far < 0.8 for far in off(recipe))
     # With the other operand to nearest its error stays, whatever the number of draws.
@@ -397,7 +397,7 @@ def test_every_integer_and_every_half_between():
 
 
 def test_sums_of_integers_are_exact_where_fp32_rounds():
-    """Of 4,096 products of 127 x 127, and one of 1: FP32 loses the 1."""
+    """FP32 loses a 1 beside 4,096 products of 127 x 127."""
     x, weight = torch.full((1, 4097), 127.0), torch.full((1, 4097), 127.0)
     x[0, -1], weight[0, -1] = 1.0, 127.0
     layer = nn.Linear(4097, 1, bias=False)

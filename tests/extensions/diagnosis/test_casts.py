@@ -263,7 +263,7 @@ def test_a_scale_of_a_tensor_may_be_of_its_rows(mode):
 
 
 def product_of(left, right, by_size=False, **formats) -> tuple[CastLoss, CastLoss]:
-    """What a product of two matrices loses by each cast, to E4M3 with a scale of the tensor."""
+    """Return the loss of a product by each cast, to E4M3 with a scale of the tensor."""
     products = ScaledProducts(E4M3, E4M3, E4M3, **formats)
     operands = (products.operand(name, "output") for name in ("input", "weight"))
     both = [casted(m, own, -1) for m, own in zip((left, right), operands, strict=True)]
@@ -513,7 +513,7 @@ def test_an_equal_loss_of_few_steps_says_nothing(steps, said):
 
 
 def test_a_budget_of_seconds_is_kept(monkeypatch):
-    """Of 45 s the run's own steps and FP32's take 20; two changes more, and half of a third."""
+    """The run's own steps and FP32's take 20 s of 45; two changes more, and half of a third."""
     runs, losses = Runs(monkeypatch, "", lambda *_: next(losses)), iter([1.1, 1.0, *[1.09] * 3])
     changes = [{"optim.lr": rate} for rate in (1.0, 2.0, 3.0, 4.0)]
     found = runs.find("bf16_kahan", changes=changes, budget=trials.Budget(45))
