@@ -136,3 +136,43 @@ def test_weights_of_an_lstm_are_copied_together_only_if_apart(script, mode, is_o
     assert "error" not in found, found["trace"]
     assert (found["pieces"], found["is_own"]) == (1, is_own)
     assert [w for w in found["warnings"] if "contiguous" in w] == []
+
+
+EXPERTS = """
+import mprun
+from torch import nn
+
+
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 32, 32) / 6)
+
+    def forward(self, x):
+        return torch.bmm(x.expand(4, -1, -1), self.weight).mean(0)
+
+
+model = nn.Sequential(nn.Linear(16, 32), Experts(), nn.Linear(32, 16)).cuda()
+optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+model, optimizer = mprun.prepare(model, optimizer, {mode!r})
+for _ in range(3):
+    model(torch.randn(16, 16, device="cuda")).float().square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+return {{"steps": mprun.state_of(optimizer).steps}}
+"""
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [
+        *("nvfp4_4over6", "mxfp4_hadamard", "fp8_deepseek", "fp8_delayed_megatron"),
+        *("int8_rowwise", "qat_int8", "qat_nvfp4", "fp8_rowwise"),
+    ],
+)
+@pytest.mark.few(3)
+def test_experts_in_todays_recipes(script, mode):
+    """Their casts and products run on a device, for layers and for 3-D weights."""
+    found = script(EXPERTS.format(mode=mode))
+    assert "error" not in found, found["trace"]
+    assert found["steps"] == 3
