@@ -23,8 +23,7 @@ version = release = mprun.__version__
 
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
 copybutton_selector = "div.highlight-bash pre, div.highlight-python pre, div.highlight-ipython3 pre"
-# jupyter_execute: executed notebooks, which myst-nb writes beside the folder it builds into.
-exclude_patterns = ["_build", "examples", "jupyter_execute"]
+exclude_patterns = ["_build", "examples"]
 html_theme = "furo"
 html_title = f"mprun {version}"
 html_static_path = ["_static"]
