@@ -66,6 +66,9 @@ class Run:
             metric's own unit if higher is better; None: 1 %.
         higher_is_better: the metric is an accuracy or a score; needs a margin. None: no, if its
             name says so (loss, error, perplexity); any other name is refused.
+        pair_sd: known scatter (standard deviation) of the gap between one run and its FP32
+            partner, in the margin's unit. It allows the one sound test of a single pair.
+        pair_sd_source: the runs that pair_sd was measured on; needed with it.
         name: name of the experiment; None: the script's file.
         log_every: steps between two records; the first 20 and every skipped step have one too.
         probe_every: probe the steps divisible by this, see `mprun.probe`; 0: none.
@@ -94,6 +97,8 @@ class Run:
         metric: str = "loss",
         margin: float | None = None,
         higher_is_better: bool | None = None,
+        pair_sd: float | None = None,
+        pair_sd_source: str | None = None,
         name: str | None = None,
         log_every: int = 50,
         probe_every: int = 0,
@@ -114,6 +119,11 @@ class Run:
             raise ValueError(f"margin={margin!r}: must be {allowed}")
         if higher_is_better and margin is None:
             raise ValueError("margin=None: needed with higher_is_better, in the metric's own unit")
+        if pair_sd is not None and not 0 < pair_sd < math.inf:
+            raise ValueError(f"pair_sd={pair_sd!r}: must be above 0, in the margin's unit")
+        if (pair_sd is None) != (not (pair_sd_source or "").strip()):
+            said = f"pair_sd={pair_sd!r}, pair_sd_source={pair_sd_source!r}"
+            raise ValueError(f"{said}: must be given together, or neither")
         self.task = task = ScriptTask(optimizer)
         modules = list(modules)
         chosen_modules(task.learners, modules)
@@ -131,6 +141,8 @@ class Run:
         usual, scaler = usual_scaler(task.policy.name), task.first.scaler_name
         script = Path(sys.argv[0]) if sys.argv and sys.argv[0] else None
         compare: dict[str, Any] = {"metric": metric, "margin": margin, "window": 1}
+        if pair_sd is not None:
+            compare |= {"pair_sd": float(pair_sd), "pair_sd_source": pair_sd_source}
         if self._seed_plan is not None:
             compare["plan"] = self._seed_plan.as_list()
         judged = stated(metric, higher_is_better)

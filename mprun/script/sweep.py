@@ -107,6 +107,8 @@ def sweep(
     metric: str = "loss",
     margin: float | None = None,
     higher_is_better: bool | None = None,
+    pair_sd: float | None = None,
+    pair_sd_source: str | None = None,
     log_every: int = 50,
     until: str | None = None,
     max_seeds: int | None = None,
@@ -129,7 +131,8 @@ def sweep(
             3 that follow one another; the others follow them.
         folder: parent of the run directories; None: outputs/ and the function's name.
         config: settings that decide on the result, as for `mprun.Run`.
-        data, metric, margin, higher_is_better, log_every: as for `mprun.Run`.
+        data, metric, margin, higher_is_better, pair_sd, pair_sd_source, log_every: as for
+            `mprun.Run`.
         until: "decided", or None: all `seeds` of every mode.
         max_seeds: the most seeds of a mode with `until` (None: 10; at most 50).
 
@@ -152,7 +155,8 @@ def sweep(
         "name": name,
     }
     recorded |= {"data": data, "metric": metric, "margin": margin, "log_every": log_every}
-    recorded["higher_is_better"] = higher_is_better
+    recorded |= {"higher_is_better": higher_is_better}
+    recorded |= {"pair_sd": pair_sd, "pair_sd_source": pair_sd_source}
     progress = _Progress()
     ended: dict[tuple[int, int], Path] = {}  # place of the mode, seed -> directory
     try:

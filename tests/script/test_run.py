@@ -220,6 +220,9 @@ def test_a_non_finite_evaluation_is_a_divergence(tmp_path):
         ({"log_every": 0}, "log_every=0"),
         ({"margin": 0.7}, "margin=0.7"),
         ({"higher_is_better": True}, "margin=None"),
+        ({"pair_sd": 0.0, "pair_sd_source": "x"}, "pair_sd=0.0: must be above 0"),
+        ({"pair_sd": 0.1}, "pair_sd=0.1, pair_sd_source=None: must be given together"),
+        ({"pair_sd_source": "x"}, "pair_sd=None, pair_sd_source='x': must be given together"),
         ({"metric": "iou"}, "metric=iou: say higher_is_better=True and a margin in its own unit"),
         ({"modules": ["nothing"], "probe_every": 1}, "matches no module"),
         ({"data": Path("nowhere")}, "no such file"),
@@ -232,6 +235,18 @@ def test_what_is_wrong_is_said_in_one_line_and_nothing_written(tmp_path, options
     with raises_line((ValueError, mprun.errors.BadInput), says):
         mprun.Run(tmp_path / "out", **given | options)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("sd", "code"), [(1e-4, 0), (10.0, 3)])
+def test_a_scatter_stated_beforehand_tests_one_pair(tmp_path, capsys, sd, code):
+    for mode in ("fp32", "amp"):
+        recorded(
+            tmp_path / "out", mode, log_every=1, margin=0.4, pair_sd=sd, pair_sd_source="my pairs"
+        )
+    assert main(["compare", str(tmp_path / "out"), "--no-report", "--check"]) == code
+    printed = capsys.readouterr().out
+    assert ("Inside 40 % at 5 %" if code == 0 else "Not shown inside 40 % if") in printed
+    assert "my pairs" in printed
 
 
 def test_a_loss_that_is_itself_not_finite_is_told_with_its_step(tmp_path, capsys):
