@@ -87,7 +87,7 @@ class ScaledProducts:
     high_precision: those of `PRODUCTS` that stay in the dtype of the mode.
     dequantized: products of gradients that take, cast anew or in the dtype of the mode, the numbers
         to which the output's casts of input and weight decode.
-    modules: see `chosen_layers`.
+    modules: see `chosen_products`.
     """
 
     input: Element = ELEMENTS["e4m3"]

@@ -52,6 +52,11 @@ _ADDED: dict[Any, tuple[str, str, str]] = {
 }
 
 
+# Name of the parameter, input, weight and result of each product that a mode of products computes.
+Observer = Callable[[str, Tensor, Tensor, Tensor], None]
+observer: Observer | None = None
+
+
 class _Weight(NamedTuple):
     """A tensor that was made of a parameter.
 
@@ -85,9 +90,12 @@ def noting(
     bias: Tensor | None,
 ) -> Tensor:
     """Multiply, and note that a product has met the parameter `name`."""
+    found = multiply(x, weight, bias)
     if not is_dynamo_compiling():
         unmet.pop(name, None)
-    return multiply(x, weight, bias)
+        if observer is not None:
+            observer(name, x, weight, found)
+    return found
 
 
 class _Products(TorchFunctionMode):

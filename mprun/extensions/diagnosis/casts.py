@@ -1,4 +1,4 @@
-"""Measure what casts of linear layers lose in real steps, whom they suit, what may help.
+"""Measure what casts of a mode's products lose in real steps, whom they suit, what may help.
 
 `CastMeter` casts the operands of each product along its sum, as a layer in the asked formats would
 (`mprun.precision.scaled_products`), and multiplies them. No step computes with these casts.
@@ -7,6 +7,7 @@
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
@@ -24,11 +25,12 @@ from mprun.extensions.diagnosis.cast_losses import (
     losses_of,
 )
 from mprun.numerics.probe import plainly
-from mprun.precision import DTYPES
+from mprun.precision import DTYPES, weight_products
 from mprun.precision.block_formats import SCALES
-from mprun.precision.module_dtypes import chosen_dtypes, those_that_match
-from mprun.precision.scaled_linear import KEPT, chosen_layers
+from mprun.precision.module_dtypes import chosen_dtypes, forward_of, those_that_match
+from mprun.precision.scaled_linear import KEPT, chosen_products
 from mprun.precision.scaled_products import PRODUCTS, ScaledProducts
+from mprun.precision.weight_products import Multiply, noting, with_weights
 from mprun.torch_private import graph_task
 
 # Tiny networks that are healthy are off by at most 2.1 %, those with an outlier, or a gradient of
@@ -50,14 +52,15 @@ _TURNS = 4  # layers that are left out each alone
 
 
 class CastMeter:
-    """Measure the casts of linear layers of `task` inside the block.
+    """Measure the casts of linear layers, and of products with parameters, inside the block.
 
-    A measured step keeps the inputs of these layers until its backward pass. Of products larger
-    than 512 x 512 so many rows and columns are multiplied, evenly spaced.
+    A measured step keeps the inputs of these products until its backward pass. Of products larger
+    than 512 x 512 so many rows and columns are multiplied, evenly spaced. The experts of one
+    parameter count as one layer.
 
     mode: its matmul names formats and layers; the task may compute in any. every: a step divisible
     by it, from 1, is measured. early: so is each other one up to this step. loss_scale: multiplies
-    gradients, of a task without it. ValueError: as of `chosen_layers`. Layers of equal names, in
+    gradients, of a task without it. ValueError: as of `chosen_products`. Layers of equal names, in
     several networks, count as one, as for patterns. With scale delayed a layer's own scales are
     taken; one that has none, as in FP32, is measured with scale fp32, of the tensor itself.
     """
@@ -75,26 +78,44 @@ class CastMeter:
         self.task, self.every, self.matmul = task, every, policy.matmul or ScaledProducts()
         self.early, self.loss_scale = early, loss_scale
         self.dtype = policy.autocast_dtype or policy.param_dtype
-        self.layers: list[tuple[str, nn.Module]] = []
+        self.names: list[str] = []  # of layers and parameters, those of several networks too
+        self._layers: list[tuple[str, nn.Module]] = []
+        # The module in whose forward products with its parameters are: they, and their names.
+        self._inside: list[tuple[nn.Module, list[tuple[nn.Module, str, Multiply]]]] = []
         dtypes = {pattern: DTYPES[name] for pattern, name in mode.overrides.items()}
         for learner in task.learners.values() if policy.matmul else ():
             model = learner.model
             own = {pattern: dtypes[pattern] for pattern in those_that_match(model, dtypes)}
             chosen = chosen_dtypes(model, own, "precision.overrides")
-            names = chosen_layers(model, self.matmul, chosen, policy.name)
-            self.layers += [(name, model.get_submodule(name)) for name in names]
+            names, weights = chosen_products(model, self.matmul, chosen, policy.name)
+            self.names += [*names, *weights]
+            self._layers += [(name, model.get_submodule(name)) for name in names]
+            held: dict[str, list[tuple[nn.Module, str, Multiply]]] = {}
+            for name, one in weights.items():
+                multiply = partial(noting, {}, name, _multiplied)
+                held.setdefault(one.caller, []).append(
+                    (model.get_submodule(one.owner), one.key, multiply)
+                )
+            self._inside += [(model.get_submodule(name), those) for name, those in held.items()]
         self._sums: dict[tuple[str, Place], Tensor] = {}
-        self._handles: list[Any] = []
+        self._left = ExitStack()
 
     def __enter__(self) -> Self:
-        for name, module in self.layers:
-            self._handles.append(module.register_forward_hook(partial(self._on_output, name)))
+        for name, module in self._layers:
+            handle = module.register_forward_hook(partial(self._on_output, name))
+            self._left.callback(handle.remove)
+        for module, held in self._inside:
+            # A mode that casts these products has functions of its own inside, which meet them.
+            own = module.__dict__.get("forward")
+            module.__dict__["forward"] = partial(with_weights, forward_of(module), tuple(held))
+            self._left.callback(_put_back, module, own)
+        if self._inside:
+            weight_products.observer = partial(self._on_product, None)
+            self._left.callback(setattr, weight_products, "observer", None)
         return self
 
     def __exit__(self, *error: object) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        self._left.close()
 
     def read(self) -> dict[str, dict[Place, CastLoss]]:
         """Return layer -> place -> what was measured; waits for the device."""
@@ -104,28 +125,35 @@ class CastMeter:
         return found
 
     def _on_output(self, name: str, module: nn.Module, inputs: tuple, output: Tensor) -> None:
+        (weight,) = inputs[1:] or (module.weight,)  # of a tied layer, or its own
+        self._on_product(getattr(module, KEPT, None), name, inputs[0], weight, output)
+
+    def _on_product(
+        self, kept: Tensor | None, name: str, inputs: Tensor, weight: Tensor, output: Tensor
+    ) -> None:
         step = self.task.step + 1
         due = step % self.every == 0 or (step % 2 == 0 and step <= self.early)
         # Not a block that is computed anew.
         if not due or not output.requires_grad or graph_task() != -1:
             return
-        (weight,) = inputs[1:] or (module.weight,)  # of a tied layer, or its own
-        has_gradient, x, w = inputs[0].requires_grad, inputs[0].detach(), weight.detach()
-        self._add(name, module, "output", x, w)
+        if not inputs.numel():  # an expert without rows
+            return
+        has_gradient, x, w = inputs.requires_grad, inputs.detach(), weight.detach()
+        self._add(name, kept, "output", x, w)
 
         def on_gradient(gradient: Tensor) -> None:
             if has_gradient:
-                self._add(name, module, "grad_input", gradient, w)
-            self._add(name, module, "grad_weight", gradient, x)
+                self._add(name, kept, "grad_input", gradient, w)
+            self._add(name, kept, "grad_weight", gradient, x)
 
         output.register_hook(on_gradient)
 
-    def _add(self, name: str, module: nn.Module, product: str, *tensors: Tensor) -> None:
+    def _add(self, name: str, kept: Tensor | None, product: str, *tensors: Tensor) -> None:
         if product in self.matmul.high_precision:
             return
         with plainly():
             left, right = (
-                self._casted(name, module, (product, operand), tensor)
+                self._casted(name, kept, (product, operand), tensor)
                 for operand, tensor in zip(PRODUCTS[product], tensors, strict=True)
             )
             sums_of_both = losses_of(left, right, by_size=product == "grad_input")
@@ -133,8 +161,7 @@ class CastMeter:
                 key = name, (product, operand)
                 self._sums[key] = self._sums.get(key, 0) + sums
 
-    def _casted(self, name: str, module: nn.Module, place: Place, tensor: Tensor) -> Casted:
-        kept: Tensor | None = getattr(module, KEPT, None)
+    def _casted(self, name: str, kept: Tensor | None, place: Place, tensor: Tensor) -> Casted:
         matrix = tensor.detach().flatten(0, -2)
         if place[1] == "grad_output":
             matrix = matrix * self.loss_scale
@@ -143,6 +170,18 @@ class CastMeter:
         if kept is None and SCALES[how.scale].is_kept:
             how = how._replace(scale="fp32")
         return casted(matrix.to(self.dtype), how, ALONG[place], kept)
+
+
+def _multiplied(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return nn.functional.linear(x, weight, bias)
+
+
+def _put_back(module: nn.Module, forward: Any) -> None:
+    """Give a module the forward of its own back that it had, or its class's for None."""
+    if forward is None:
+        del module.__dict__["forward"]
+    else:
+        module.__dict__["forward"] = forward
 
 
 class Verdict(NamedTuple):

@@ -122,14 +122,14 @@ def find_ending(
     other = (n for n, x in enumerate(own, 1) if n in recorded and not same_loss(x, recorded[n]))
     reference = train(Steps(build(config | groups_of(*FP32)), 0, 0), whole)
     losses = meter.read()
-    casts = sentences(losses, mode.matmul) if losses else [["not measured"]] * bool(meter.layers)
-    smallest = SMALLEST_GAP if meter.layers else CLOSED * _learnt(reference.losses)
+    casts = sentences(losses, mode.matmul) if losses else [["not measured"]] * bool(meter.names)
+    smallest = SMALLEST_GAP if meter.names else CLOSED * _learnt(reference.losses)
     start = (whole, built.steps, next(other, None), ending(own), reference.ending, casts)
     found = Ending(*start, smallest=smallest)
     if options is not None and not found.gap <= found.smallest:
         trials = _Trials(build, config, options, found, budget)
-        if meter.layers:
-            trials.of_casts(mode, losses, [*dict.fromkeys(name for name, _ in meter.layers)])
+        if meter.names:
+            trials.of_casts(mode, losses, [*dict.fromkeys(meter.names)])
         if not any(one.cures for one in found.tried):
             trials.until_closed(changes)
     return found

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+import mprun
 from benchmarks.planted_causes.causes import networks
 from mprun.cli import main
 from mprun.config.compose import compose_config
@@ -41,6 +42,7 @@ from mprun.numerics.replay import Steps
 from mprun.precision import scaled_products
 from mprun.precision.block_formats import ELEMENTS
 from mprun.precision.scaled_products import ScaledProducts
+from mprun.script.watched import ScriptTask
 
 from ...helpers import ONE_CORE, TINY_GPT, refused
 from ...numerics.small_runs import as_json
@@ -370,6 +372,60 @@ def test_the_layer_of_an_outlier_is_named(operand, seed):
     assert ({f"{KEY}.modules": ["*", "!second"]} in cures) == bool(operand)
 
 
+class Experts(nn.Module):
+    """Three layers, as a 3-D parameter or as an `nn.Linear` each, before an output layer.
+
+    The second has an outlier in its weight, the last gets no rows.
+    """
+
+    def __init__(self, one_by_one: bool):
+        super().__init__()
+        output, weight = nn.Linear(16, 16), torch.randn(3, 16, 16)
+        weight[1, 0, 0] *= 2.0**24
+        self.one_by_one = one_by_one
+        if one_by_one:
+            self.experts = nn.ModuleList(nn.Linear(16, 16, bias=False) for _ in range(3))
+            for layer, own in zip(self.experts, weight, strict=True):
+                layer.weight = nn.Parameter(own)
+        else:
+            self.experts = nn.Parameter(weight)
+        self.output = output  # the last module is
+
+    def forward(self, x):
+        parts = x.split([8, 24, 0])
+        if self.one_by_one:
+            found = [layer(part) for layer, part in zip(self.experts, parts, strict=True)]
+        else:
+            found = [part @ own.mT for own, part in zip(self.experts, parts, strict=True)]
+        return self.output(torch.cat(found))
+
+
+@pytest.mark.parametrize("trained", ["fp32", "fp8_tensorwise"])
+def test_experts_of_one_parameter_are_measured_as_layers_are(trained):
+    found = []
+    mode = compose_config(["precision=fp8_tensorwise"]).config.precision
+    for one_by_one in (False, True):
+        torch.manual_seed(0)
+        model = Experts(one_by_one)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        model, optimizer = mprun.prepare(model, optimizer, precision=trained)
+        forwards = [module.__dict__.get("forward") for module in model.modules()]
+        torch.manual_seed(1)
+        with CastMeter(ScriptTask(optimizer), mode) as meter:
+            (model(torch.randn(32, 16)) * torch.randn(32, 16)).sum().backward()
+        assert [module.__dict__.get("forward") for module in model.modules()] == forwards
+        found.append(meter.read())
+    [(name, own)], layers = found[0].items(), found[1]
+    assert name == "experts" and set(layers) == {"experts.0", "experts.1"}
+    for place, loss in own.items():
+        parts = [layers[each][place] for each in layers]
+        for field in ("nonzero", "zeroed", "size", "errors", "vectors"):
+            assert getattr(loss, field) == sum(getattr(part, field) for part in parts), place
+        assert loss.rows.steps == sum(part.rows.steps for part in parts)
+        assert loss.rows.sure == sum(part.rows.sure for part in parts)
+    assert unsuited(found[0]) == ["experts"] and unsuited(layers) == ["experts.1"]
+
+
 @pytest.fixture
 def outlier(monkeypatch) -> list[str]:
     """One channel of a norm 2^19 as large, its column 2^-19: FP32 computes the same."""
@@ -450,9 +506,8 @@ class Runs:
         return self.seconds
 
     def meter(self, *_, early):
-        layers = [(name, None) for name in self.layers]
-        meter = contextlib.nullcontext(SimpleNamespace(layers=layers, read=dict))
-        meter.layers = layers
+        meter = contextlib.nullcontext(SimpleNamespace(names=self.layers, read=dict))
+        meter.names = self.layers
         return meter
 
     def build(self, config):

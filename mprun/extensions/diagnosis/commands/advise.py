@@ -321,7 +321,7 @@ def _measure(options: Namespace, base: list[str]) -> tuple[Path, int, "CastAdvic
     except ValueError as error:
         raise BadInput(str(error)) from None
     if dropped:
-        how = "and casts as with" if meter.layers else "without"
+        how = "and casts as with" if meter.names else "without"
         note(f"advise measures in FP32, {how} {' '.join(dropped)}")
     directory = claimed(composed, named, "advise-")
     with locked(directory, new=True):
