@@ -112,8 +112,9 @@ def _needs_of_fp16(advice: Advice) -> list[str]:
         scale = f"a loss scale of 2^{scaling.range.recommended}"
         needs.append(scale if scaling.range.fits else f"{scale} (which still loses too much)")
     if advice.keep_fp32:
-        needs.append(f"FP32 in {', '.join(one.module for one in advice.keep_fp32[:3])}")
-        needs[-1] += f" and {len(advice.keep_fp32) - 3} more" * (len(advice.keep_fp32) > 3)
+        modules = dict.fromkeys(one.module for one in advice.keep_fp32)
+        needs.append(f"FP32 in {', '.join([*modules][:3])}")
+        needs[-1] += f" and {len(modules) - 3} more" * (len(modules) > 3)
     return needs
 
 

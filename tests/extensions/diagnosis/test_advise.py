@@ -205,6 +205,11 @@ def test_values_beyond_fp16_are_kept_in_fp32_with_what_reads_them():
     assert "within 4 times" in one.reason
     [one] = advice_from(probe(weights={"middle": large})).keep_fp32
     assert (one.patterns, one.needs_amp) == (("middle",), False)
+    # Named once, whatever the number of reasons.
+    both = advice_from(probe(activations={"middle": large}, weights={"middle": large}))
+    assert len(both.keep_fp32) == 2
+    text = "\n".join(as_text(both))
+    assert "FP32 in middle" in text and "middle, middle" not in text
 
 
 def test_what_breaks_fp16_naive_alone():
