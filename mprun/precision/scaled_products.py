@@ -325,6 +325,8 @@ def why_decoded(products: ScaledProducts, device: torch.device) -> str | None:
 
 def how_multiplied(products: ScaledProducts, device: torch.device) -> str:
     """Say what the chosen linear layers multiply on `device`, for a person."""
+    if ELEMENTS["int8"] in products.formats:
+        return "codes, in FP64"
     if (why := why_decoded(products, device)) is None:
         return "codes, by the GPU"
     in_bf16 = device.type == "cuda" and torch.bfloat16 in products.multiplied

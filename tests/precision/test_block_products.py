@@ -180,6 +180,8 @@ def test_what_a_gpu_multiplies(products, capability, said, monkeypatch):
     assert said in how_multiplied(products, GPU)
     block_products.why_decoded.cache_clear()
     assert how_multiplied(products, CPU) == "decoded numbers, in FP32 (on a CPU)"
+    int8 = get_policy("int8_rowwise").matmul
+    assert {how_multiplied(int8, device) for device in (CPU, GPU)} == {"codes, in FP64"}
 
 
 def test_a_gpu_that_fails_the_check_gets_decoded_numbers(monkeypatch):

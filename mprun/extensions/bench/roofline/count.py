@@ -226,7 +226,7 @@ class Counter(TorchDispatchMode):
                 dtype = args[-1]
             self.write(kind, dtype, flops, size, 1)
             self.rows[-1].folded_bytes = self._folded(kind, args, results)
-            if kind == "fp8 product":
+            if kind in ("fp8 product", "int8 product"):
                 self.casts.read(args[0], args[1])
         return results
 

@@ -147,7 +147,8 @@ def _scaled_product(call: Operation) -> Iterator[Cost]:
     """Count a product alone: its operands were written by their casts (`casts`)."""
     a, b, *_, decoded = call.args
     if decoded is None:
-        yield "fp8 product", flops(call), _total(call.args[:4], call.result)
+        form = "int8" if a.dtype is torch.int8 else "fp8"
+        yield f"{form} product", flops(call), _total(call.args[:4], call.result)
         return
     operands = (a.numel() + b.numel()) * decoded.itemsize
     # Its sums leave the kernel in FP32.
