@@ -119,6 +119,9 @@ def _mode(name: str, policy: PrecisionPolicy, path: Path) -> tuple[str, ...]:
         multiplied = "TF32 in matmul, convolution, RNN" if is_tf32 else "FP32, TF32 off everywhere"
     else:
         multiplied = f"{held} in, FP32 sums, {held} out"
+    if (own := policy.attention) is not None:
+        formats = f"{own.format.name.upper()}, gradients {own.grad_format.name.upper()}"
+        multiplied += f"; attention: {formats}; a scale a {own.granularity}"
     masters = {
         "kept": "parameters are FP32" if held == "FP32" else "FP32",
         "none": f"none; {held} optimizer state",

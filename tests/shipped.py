@@ -10,7 +10,9 @@ from mprun.precision import DynamicLossScale, DynamicRule, get_policy
 ALL_MODES = list(modes())
 # Those in blocks differ from one another in formats alone: tests/precision/test_block_formats.py.
 IN_BLOCKS = [m for m in ALL_MODES if (own := get_policy(m).matmul) and own.decoded]
-MODES = [mode for mode in ALL_MODES if mode not in IN_BLOCKS]
+# Those of attention, which few networks have: tests/precision/test_scaled_attention.py.
+OF_ATTENTION = [mode for mode in ALL_MODES if get_policy(mode).attention]
+MODES = [mode for mode in ALL_MODES if mode not in (*IN_BLOCKS, *OF_ATTENTION)]
 # FP8 takes a linear layer that is not the output, which not every network has.
 OF_ANY_NETWORK = [mode for mode in MODES if get_policy(mode).matmul is None]
 

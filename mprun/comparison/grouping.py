@@ -35,6 +35,7 @@ _FP32: dict[str, Any] = {f"precision.{key}": "fp32" for key in _DTYPES} | {
     "precision.overrides": {},
     "precision.reduce_dtype": None,
     "precision.matmul.input": None,
+    "precision.attention.format": None,
     "precision.update.state_dtype": None,
 }
 _NOT_RECORDED = "(not recorded)"

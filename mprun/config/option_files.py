@@ -114,7 +114,7 @@ def modes(config_dir: str | None = None) -> dict[str, Mode]:
         half = mode.values["autocast_dtype"] or mode.values["param_dtype"]
         autocast, masters = mode.values["autocast_dtype"], mode.values["master_dtype"]
         place = DTYPES.index(half) if half in DTYPES else len(DTYPES)
-        in_8_bits = mode.values["matmul.input"] is not None
+        in_8_bits = any(mode.values[key] for key in ("matmul.input", "attention.format"))
         rest = autocast is not None, masters is not None, mode.values["fp32_math"], mode.name
         return in_8_bits, place, *rest
 

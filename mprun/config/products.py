@@ -1,4 +1,4 @@
-"""The options of linear layers' products in 8 bits or fewer; a part of `mprun.config.schema`."""
+"""The options of linear layers in 8 bits or fewer, and of attention; a part of the schema."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -61,4 +61,19 @@ class MatmulConfig:
     modules: list[str] = setting(
         lambda: ["*"],
         "Name patterns of the layers, an output layer in full; !PATTERN, !last 15% take out",
+    )
+
+
+@dataclass(slots=True)
+class AttentionConfig:
+    """Formats of attention, as of `F.scaled_dot_product_attention`."""
+
+    format: str | None = one_of(
+        "e4m3 e5m2", "Format of queries, keys, values, probabilities; null: uncast", default=None
+    )
+    grad_format: str = one_of(
+        "e5m2 e4m3", "Format of the gradients of the output and of the scores"
+    )
+    granularity: str = one_of(
+        "head tensor", "Part that shares a scale; head: each head of each sequence"
     )

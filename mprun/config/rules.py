@@ -244,6 +244,7 @@ def of_mode(config: RunConfig) -> Iterator[str]:
     if precision.autocast_dtype is not None and precision.param_dtype != "fp32":
         yield f"precision.param_dtype={precision.param_dtype}: must be fp32 under autocast"
     yield from _matmul(precision.matmul, precision.name)
+    yield from _attention(precision)
     rounding = precision.update.rounding
     if rounding != "nearest" and (precision.master_dtype, precision.param_dtype) != (None, "bf16"):
         needed = "precision.param_dtype=bf16 precision.master_dtype=null"
@@ -267,6 +268,17 @@ def of_mode(config: RunConfig) -> Iterator[str]:
     if precision.fp32_math == "tf32" and config.device == "cpu":
         needed = "TF32 needs a GPU of Ampere or later; use precision=fp32 or device=cuda"
         yield f"precision={precision.name}: {needed}"
+
+
+def _attention(precision: schema.PrecisionConfig) -> Iterator[str]:
+    half = precision.autocast_dtype or precision.param_dtype
+    given = f"precision.attention.format={precision.attention.format}"
+    if precision.attention.format is None:
+        needed = f"needs precision.attention.format, which precision={precision.name} lacks"
+        read = "grad_format granularity"
+        yield from _set_without_use(precision.attention, "precision.attention", read, needed)
+    elif half == "fp32":
+        yield f"{given}: needs precision.param_dtype or autocast_dtype of fp16 or bf16"
 
 
 # Products of a linear layer -> their operands.

@@ -26,7 +26,7 @@ from mprun.config.fields import (
     setting,
     share,
 )
-from mprun.config.products import MatmulConfig
+from mprun.config.products import AttentionConfig, MatmulConfig
 from mprun.config.registry import (
     OPTIMIZERS,
     SCALERS,
@@ -170,6 +170,7 @@ class PrecisionConfig:
         "Order of that sum; ring: as gloo adds; tree: in pairs; fp32: added in FP32, rounded once",
     )
     matmul: MatmulConfig = setting(MatmulConfig, "Linear layers in 8 or 4 bits")
+    attention: AttentionConfig = setting(AttentionConfig, "Attention in FP8")
     update: UpdateConfig = setting(UpdateConfig, "Store of weights and optimizer state")
     overrides: dict[str, str] = setting(
         dict, "Module-name pattern: dtype of these modules, as precision.overrides.fc=fp32"

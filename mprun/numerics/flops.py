@@ -27,7 +27,7 @@ _ATTENTION = frozenset(
     f"_scaled_dot_product_{kind}_attention{ending}"
     for kind in ("flash", "efficient", "cudnn", "fused")
     for ending in ("", "_backward", "_for_cpu", "_for_cpu_backward")
-)
+).union(("scaled_attention", "scaled_attention_backward"))
 PRODUCTS = _MATRIX.union(_CONVOLUTION, _CONVOLUTION_BACKWARD, _OTHERS, _ATTENTION, RECURRENT)
 
 

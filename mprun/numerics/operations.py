@@ -22,6 +22,7 @@ from mprun.numerics.trace import (
     tensors_in,
 )
 from mprun.precision import PrecisionPolicy, read_math_flags
+from mprun.precision.block_formats import ELEMENTS
 from mprun.precision.module_dtypes import Choice, chosen_dtypes, those_that_match
 from mprun.precision.policy import DTYPES, dtype_name
 from mprun.record.memory import ActivationMemory, memory_by_kind
@@ -182,6 +183,8 @@ class FirstStep(Collector):
             emulated, finite = kept
             if name == "scaled_mm":
                 dtype = _of_casts(args)
+            elif name.startswith("scaled_attention"):  # its formats, on every device
+                dtype = "emulated " + "+".join(sorted({own for own in args if own in ELEMENTS}))
             else:
                 dtype = self._dtype(name, operands, results, self._emulated() > emulated)
             # In-place operations on lists of tensors (the optimizer's) return nothing.

@@ -29,7 +29,8 @@ _RECURRENT = [
     *("mkldnn_rnn_layer", "_thnn_fused_lstm_cell", "_cudnn_rnn", "_cudnn_rnn_backward"),
     *(layer.__name__ for layer in LAYERS),
 ]
-_WATCHED = frozenset([*PRODUCTS, "scaled_mm", "mkldnn_linear", *_ATTENTION, *_RECURRENT])
+_SCALED = ("scaled_mm", "scaled_attention", "scaled_attention_backward")
+_WATCHED = frozenset([*PRODUCTS, *_SCALED, "mkldnn_linear", *_ATTENTION, *_RECURRENT])
 
 
 class Contradiction(RuntimeError):
@@ -108,8 +109,8 @@ class Audit(TorchDispatchMode):
             dtype = next((d for d in dtypes if d.is_floating_point or d.is_complex), None)
             if dtype is not None:
                 backward = graph_task() != -1
-                # A product of casts says their formats, "e2m1 x e4m3".
-                formats = next((arg for arg in args if isinstance(arg, str)), None)
+                # A product of casts says their formats, "e2m1 x e4m3"; attention "e4m3-attention".
+                formats = next((a for a in args if name in _SCALED and isinstance(a, str)), None)
                 kind = formats.partition(" ")[0] if formats else dtype
                 self.products["backward" if backward else "forward", kind] += 1
                 # In a script's backward pass it may be the script's product, after the model.
@@ -169,9 +170,10 @@ class Audit(TorchDispatchMode):
         if not seen and self.saw_empty:
             return None
         missing = forward_context.missing()
-        products = forward_context.policy.matmul
-        formats = set() if products is None else {own.name for own in products.formats}
-        if seen & (formats or set(map(self._name, self._wanted))):
+        policy = forward_context.policy
+        parts = [] if policy.matmul is None else [{own.name for own in policy.matmul.formats}]
+        parts += [] if policy.attention is None else [{*policy.attention.names}]
+        if all(seen & part for part in parts or [{*map(self._name, self._wanted)}]):
             missing = None
         elif seen and self._wanted and missing is None:
             missing = forward_context.kind()

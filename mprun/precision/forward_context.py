@@ -3,6 +3,7 @@
 A mode that a device cannot honour is refused, never replaced.
 """
 
+import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -10,12 +11,14 @@ from typing import Any, Self
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from mprun.precision.autocast import cuda_lists
 from mprun.precision.emulated_operations import PRODUCTS
 from mprun.precision.emulation import HalfEmulation
 from mprun.precision.policy import DTYPE_NAMES, PrecisionPolicy
 from mprun.precision.recurrent import own_recurrent
+from mprun.precision.scaled_attention import InScaledAttention
 from mprun.precision.scaled_operators import Calls
 from mprun.precision.scaled_products import why_decoded, why_no_product
 from mprun.torch_private import TorchDispatchMode, dispatch_modes, function_modes
@@ -58,6 +61,11 @@ class ForwardContext:
         self.emulations = tuple(HalfEmulation(dtype) for dtype in emulated)
         follows = self.emulations and policy.autocast_dtype is not None
         self._lists = cuda_lists() if follows else None  # for as long as this lives
+        functions = [emulation.functions for emulation in self.emulations]
+        self._functions: list[TorchFunctionMode] = [*functions]
+        if policy.attention is not None and policy.half_dtype is not None:
+            own = InScaledAttention(policy.attention, policy.half_dtype, self.calls)
+            self._functions.append(own)
         self._entered: list[ExitStack] = []
         # Entered after the emulations, so that they see an operation before them.
         self.watchers: list[TorchDispatchMode] = []
@@ -69,9 +77,9 @@ class ForwardContext:
         for mode in (*self.emulations, *self.watchers):
             if mode not in dispatch_modes():
                 entered.enter_context(mode)
-        for emulation in self.emulations:
-            if emulation.functions not in function_modes():
-                entered.enter_context(emulation.functions)
+        for functions in self._functions:
+            if functions not in function_modes():
+                entered.enter_context(functions)
         self._entered.append(entered)
         return self
 
@@ -129,14 +137,26 @@ class ForwardContext:
             on_cuda = "native" if why_decoded(products, self.device) is None else "decoded"
             how = "emulated" if self.device.type == "cpu" else on_cuda
             found += [f"{how}-{element.name}" for element in products.formats]
-        return " ".join(found) or "none"
+        return " ".join([*found, *self._of_attention()]) or "none"
+
+    def _of_attention(self) -> list[str]:
+        how = self.policy.attention
+        return [] if how is None else [f"emulated-{name}" for name in dict.fromkeys(how.names)]
 
     def missing(self) -> str | None:
         """Name the part of the mode that has not run so far, "emulated-fp16"; None if unknown."""
-        scaled = [" x " in name for name in self.rerouted()]
+        ran = self.rerouted()
+        scaled = [" x " in name for name in ran]
+        attended = [name.endswith("-attention") for name in ran]
+        of_attention = self._of_attention()
         if self.policy.matmul is not None and not any(scaled):
-            return " ".join(kind for kind in self.kind().split() if "-e" in kind)
-        return None if not self.emulations or not all(scaled) else self.kind()
+            return " ".join(
+                kind for kind in self.kind().split() if "-e" in kind and kind not in of_attention
+            )
+        if of_attention and not any(attended):
+            return " ".join(of_attention)
+        narrow = all(map(operator.or_, scaled, attended))
+        return None if not self.emulations or not narrow else self.kind()
 
 
 def why_unsupported(

@@ -23,6 +23,7 @@ import yaml
 
 from mprun.precision.block_formats import ELEMENTS, SCALE_ROUNDINGS, SCALES, Element, block_of
 from mprun.precision.packed_states import STATE_FORMATS
+from mprun.precision.scaled_attention import GRANULARITIES, ScaledAttention
 from mprun.precision.scaled_products import ScaledProducts
 from mprun.spelling import became
 
@@ -61,6 +62,7 @@ class PrecisionPolicy:
     state_dtype: format of the optimizer's state between updates, one of `STATE_FORMATS`. None: as
         the update computes it.
     matmul: products of linear layers in 8 bits or fewer; None: they run like all others.
+    attention: attention in FP8; None: it runs like all others.
     """
 
     name: str
@@ -77,12 +79,16 @@ class PrecisionPolicy:
     rounding: str = "nearest"
     state_dtype: str | None = None
     matmul: ScaledProducts | None = None
+    attention: ScaledAttention | None = None
 
     def __post_init__(self) -> None:
         for field, allowed in _WORDS.items():
             value = getattr(self, field, None)
             if value is not None and value not in allowed:
                 raise ValueError(f"{field}={value!r}: must be one of {', '.join(allowed)}")
+        if self.attention is not None and self.half_dtype is None:
+            given = f"attention.format={self.attention.format.name}"
+            raise ValueError(f"{given}: needs a param_dtype or autocast_dtype of 16 bits")
 
     @property
     def masters(self) -> str:
@@ -145,9 +151,11 @@ _WORDS = {
     "scale_rounding": SCALE_ROUNDINGS,
     "grad_rounding": ("nearest", "stochastic", "both"),
     "state_dtype": tuple(name for name in STATE_FORMATS if name),
+    "attention.granularity": GRANULARITIES,
 }
 _LISTS = ("hadamard", "high_precision", "dequantized", "modules")
 _COUNTS = {"history": 1, "margin": 0}  # with the smallest
+_FP8 = {name: ELEMENTS[name] for name in ("e4m3", "e5m2")}
 
 
 def build_policy(name: str, values: Mapping[str, Any]) -> PrecisionPolicy:
@@ -162,15 +170,22 @@ def build_policy(name: str, values: Mapping[str, Any]) -> PrecisionPolicy:
         flat |= {f"{key}.{k}": v for k, v in value.items()} if is_group else {key: value}
     found: dict[str, Any] = {}
     matmul: dict[str, Any] = {}
+    attention: dict[str, Any] = {}
     for key, value in flat.items():
         if now := became(f"precision.{key}"):
             raise ValueError(f"precision.{key}: {now}")
         group, _, field = key.rpartition(".")
-        if group != "matmul":
+        if group not in ("matmul", "attention"):
             found[field] = _read(key, value, DTYPES)
-        elif flat.get("matmul.input") is not None:
+        elif group == "matmul" and flat.get("matmul.input") is not None:
             matmul[field] = _read(key, value, ELEMENTS)
-    return PrecisionPolicy(name, matmul=ScaledProducts(**matmul) if matmul else None, **found)
+        elif group == "attention" and flat.get("attention.format") is not None:
+            attention[field] = _read(key, value, _FP8)
+    if matmul:
+        found["matmul"] = ScaledProducts(**matmul)
+    if attention:
+        found["attention"] = ScaledAttention(**attention)
+    return PrecisionPolicy(name, **found)
 
 
 def _read(key: str, value: Any, formats: Mapping[str, Any]) -> Any:
@@ -181,14 +196,14 @@ def _read(key: str, value: Any, formats: Mapping[str, Any]) -> Any:
         if type(value) is not int or value < _COUNTS[field]:
             raise ValueError(f"{key}={value!r}: must be a whole number from {_COUNTS[field]} on")
         return value
-    if field in ("granularity", "weight_granularity"):
+    words = _WORDS.get(key, _WORDS.get(field))
+    if words is None and field in ("granularity", "weight_granularity"):
         try:
             if value is not None:
                 block_of(value)
             return value
         except ValueError as error:
             raise ValueError(f"{key}={value!r}: {error}") from None
-    words = _WORDS.get(field)
     if value is None and formats is DTYPES and (words is None or field == "state_dtype"):
         return None
     allowed = words or tuple(formats)
@@ -202,12 +217,15 @@ def policy_values(policy: PrecisionPolicy) -> dict[str, Any]:
     words, matmul = _words(policy), _words(policy.matmul or ScaledProducts())
     if policy.matmul is None:
         matmul |= dict.fromkeys(("input", "weight", "grad_output"))
+    attention = _words(policy.attention or ScaledAttention())
+    if policy.attention is None:
+        attention["format"] = None
     update = {name: words.pop(name) for name in ("rounding", "state_dtype")}
     del words["name"]
-    return words | {"matmul": matmul, "update": update}
+    return words | {"matmul": matmul, "attention": attention, "update": update}
 
 
-def _words(of: PrecisionPolicy | ScaledProducts) -> dict[str, Any]:
+def _words(of: PrecisionPolicy | ScaledProducts | ScaledAttention) -> dict[str, Any]:
     return {field.name: _word(getattr(of, field.name)) for field in fields(of)}
 
 

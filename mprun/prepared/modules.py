@@ -17,6 +17,7 @@ from mprun.precision.delayed_scaling import DelayedScaling
 from mprun.precision.forward_context import ForwardContext
 from mprun.precision.module_dtypes import cast_around_modules, cast_tree, chosen_dtypes, dtype_of
 from mprun.precision.recurrent import own_recurrent
+from mprun.precision.scaled_attention import refuse_hidden
 from mprun.precision.scaled_linear import install
 from mprun.precision.uncast import what_stays
 from mprun.prepared.border import Forward
@@ -70,6 +71,8 @@ def put_in_mode(
             apply_to_tensors(module, functools.partial(cast_tree, dtype=dtype), recurse=False)
     if changes:
         own_recurrent(model)
+        if policy.attention is not None:
+            refuse_hidden(model, policy.attention)
         if policy.matmul is not None:
             stays = what_stays(model, policy, chosen)
             counted = forward_context.calls, forward_context.unmet

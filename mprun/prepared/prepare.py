@@ -41,6 +41,7 @@ from mprun.precision.policy import (
     pin_products,
     usual_scaler,
 )
+from mprun.precision.scaled_attention import refuse_hidden
 from mprun.precision.scaled_linear import chosen_layers
 from mprun.precision.torch_update import held_by
 from mprun.prepared import passes
@@ -286,10 +287,11 @@ def _check(
     if reason is not None:
         raise ValueError(f"precision={policy.name!r}: {reason}")
     for model, own in prepared:
-        if policy.matmul is None:
-            break
         try:
-            chosen_layers(model, policy.matmul, chosen_dtypes(model, own, "overrides"))
+            if policy.attention is not None:
+                refuse_hidden(model, policy.attention)
+            if policy.matmul is not None:
+                chosen_layers(model, policy.matmul, chosen_dtypes(model, own, "overrides"))
         except ValueError as error:
             raise ValueError(
                 f"precision={policy.name!r}: {type(model).__name__}: {error}"

@@ -43,8 +43,10 @@ def announce(directory: Path, config: RunConfig, built: Built, record: dict, sta
     half = config.precision.autocast_dtype or config.precision.param_dtype
     if device.type == "cpu" and half != "fp32":
         how = "emulated" if config.cpu_half == "emulated" else "by native kernels"
-        matmul = config.precision.matmul
+        matmul, attention = config.precision.matmul, config.precision.attention
         formats = dict.fromkeys([matmul.input, matmul.weight, matmul.grad_output])
+        if attention.format:
+            formats |= dict.fromkeys([attention.format, attention.grad_format])
         casts = "/".join(own.upper() for own in formats if own)
         of_casts = casts and f", those in {casts} emulated"
         name += f" ({half} products {how}{of_casts})"

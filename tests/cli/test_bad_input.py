@@ -80,6 +80,7 @@ CASES = [
     ("precision.matmul.modules=[[a]]", "=[['a']]: must hold neither lists nor mappings"),
     ("optim.average_modules=[{a:1}]", "optim.average_modules=[{'a': 1}]: must hold neither lists"),
     ("precision.matmul.hadamard=x", "x: must be a list of output, grad_input, grad_weight"),
+    ("precision.attention.format=int8", "attention.format=int8: must be one of e4m3, e5m2, null"),
     ("precision.update.state_dtype=[fp8]", "must be one of fp32, bf16, dynamic8, fp8, or null"),
     ("precision.update.state_dtype=int8", "must be one of fp32, bf16, dynamic8, fp8, null"),
     ("optim.lr=true", "optim.lr=true"),
@@ -219,6 +220,14 @@ CASES = [
     (
         "model=gpt precision=int8_rowwise precision.matmul.granularity=1x32",
         "input=int8: int8 is for all operands, with precision.matmul.granularity=tensor or row",
+    ),
+    (
+        "model=gpt precision.attention.format=e4m3",
+        "precision.attention.format=e4m3: needs precision.param_dtype or autocast_dtype of fp16",
+    ),
+    (
+        "model=gpt precision=bf16_master precision.attention.granularity=tensor",
+        "precision.attention.granularity=tensor: needs precision.attention.format",
     ),
     (
         "model=gpt precision=fp8_rowwise precision.matmul.weight=int8",

@@ -319,6 +319,7 @@ FULL_FP32 = {
     **{f"precision.{key}_dtype": "fp32" for key in ("param", "norm", "master", "grad", "loss")},
     "precision.reduce_dtype": None,
     "precision.matmul": {"input": None},
+    "precision.attention": {"format": None},
     "precision.update": {"state_dtype": None},
     "precision.name": "plain",
 }

@@ -66,7 +66,7 @@ def test_a_precision_file_is_the_mode_of_the_engine(precision):
     values, defaults = modes()[precision].values, mode_values(PrecisionConfig())
     # It says every dtype; what only some modes have is left to a default.
     left = values.keys() - flat(own).keys()
-    assert all(key.startswith(("matmul.", "update.")) for key in left)
+    assert all(key.startswith(("matmul.", "attention.", "update.")) for key in left)
     assert values == flat(own) | {key: defaults[key] for key in left}
     config = compose_config([f"precision={precision}"]).config
     assert policy_from(config.precision) == get_policy(precision)

@@ -176,3 +176,39 @@ def test_experts_in_todays_recipes(script, mode):
     found = script(EXPERTS.format(mode=mode))
     assert "error" not in found, found["trace"]
     assert found["steps"] == 3
+
+
+ATTENTION = """
+import torch, mprun
+from torch import nn
+from torch.nn import functional as F
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inputs = nn.Linear(16, 48)
+    def forward(self, x):
+        parts = (p.unflatten(-1, (2, 8)).transpose(1, 2) for p in self.inputs(x).chunk(3, -1))
+        return F.scaled_dot_product_attention(*parts, is_causal=True).transpose(1, 2).flatten(2)
+
+def answer():
+    model = nn.Sequential(Attention(), nn.Linear(16, 4)).cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2, fused=True)
+    model, optimizer = mprun.prepare(model, optimizer, {mode!r})
+    for step in range(6):
+        torch.cuda.set_sync_debug_mode("error" if step >= 3 else "default")
+        optimizer.zero_grad()
+        model(torch.zeros(4, 6, 16, device="cuda")).square().mean().backward()
+        optimizer.step()
+    torch.cuda.set_sync_debug_mode("default")
+    context = mprun.state_of(optimizer).forward_context
+    return {{"calls": context.rerouted(), "kind": context.kind()}}
+"""
+
+
+def test_attention_in_fp8_is_emulated_and_never_waits(script):
+    """The name says that it is an emulation, on a GPU too."""
+    found = script(ATTENTION.format(mode="fp8_attention"))
+    assert "error" not in found, found["trace"]
+    assert found["calls"] == {"forward e4m3-attention": 6, "backward e5m2-attention": 6}
+    assert found["kind"] == "native-bf16 emulated-e4m3-attention emulated-e5m2-attention"

@@ -70,13 +70,16 @@ BACKWARD = ("grad_input", "grad_weight")
 OTHERS["qat_int8"] = (TABLE["bf16_master"], "nearest", (*RECIPE, BACKWARD, BACKWARD, ("*",)))
 RECIPE = (E2M1, E2M1, E2M1, "1x16", None, "e4m3", "rceil", 1024, 0, "nearest", ())
 OTHERS["qat_nvfp4"] = (TABLE["bf16_master"], "nearest", (*RECIPE, BACKWARD, BACKWARD, ("*",)))
-REST = (None, "after", "rank", "nearest", None, None)  # of reductions, update and products
+OF_ATTENTION = {"fp8_attention": (E4M3, E5M2, "head")}
+OTHERS |= {name: (TABLE["bf16_master"], "nearest", None) for name in OF_ATTENTION}
+REST = (None, "after", "rank", "nearest", None, None, None)  # of reductions, update and products
 
 
 @pytest.mark.parametrize("name", ALL_MODES)
 def test_the_table(name):
     dtypes, rounding, products = OTHERS.get(name) or (TABLE[name], "nearest", None)
-    expected = (name, *dtypes, None, "after", "rank", rounding, None, products)
+    last = products, OF_ATTENTION.get(name)
+    expected = (name, *dtypes, None, "after", "rank", rounding, None, *last)
     assert dataclasses.astuple(get_policy(name)) == expected
 
 
@@ -122,7 +125,8 @@ def test_these_are_all_files_and_this_is_their_order():
     order = [*TABLE]
     order[6:6] = ["bf16_kahan"]
     order[8:8] = ["bf16_stochastic"]
-    assert ALL_MODES == [*order, *sorted(name for name, own in OTHERS.items() if own[2])]
+    in_8_bits = {name for name, own in OTHERS.items() if own[2]} | OF_ATTENTION.keys()
+    assert ALL_MODES == [*order, *sorted(in_8_bits)]
 
 
 def test_a_folder_of_ones_own_says_what_a_mode_is(tmp_path):
@@ -136,7 +140,7 @@ def test_a_folder_of_ones_own_says_what_a_mode_is(tmp_path):
 
 
 def test_unknown_names_are_refused():
-    with pytest.raises(ValueError, match="'fp8'.*fp32, fp8_block"):
+    with pytest.raises(ValueError, match="'fp8'.*fp32, fp8_attention"):
         get_policy("fp8")
     for values, said in (
         ({"param_dtype": "fp64"}, "param_dtype='fp64'"),
@@ -147,6 +151,9 @@ def test_unknown_names_are_refused():
         ({"matmul": {"input": "e4m3", "granularity": "0x32"}}, "granularity='0x32': must be one"),
         ({"matmul": {"input": "e4m3", "scale": "e5m2"}}, "scale='e5m2': must be one of fp32"),
         ({"matmul": {"input": "e4m3", "history": 0}}, "history=0: must be a whole number from 1"),
+        ({"attention": {"format": "e2m1"}}, "attention.format='e2m1': must be one of e4m3, e5m2"),
+        ({"attention": {"format": "e4m3", "granularity": "row"}}, "granularity='row': must be one"),
+        ({"attention": {"format": "e4m3"}}, "attention.format=e4m3: needs a param_dtype or auto"),
         ({"products": {"input": "e4m3"}}, "precision.products.input: now precision.matmul.input"),
     ):
         with pytest.raises(ValueError, match=said):
