@@ -37,6 +37,7 @@ _FP32: dict[str, Any] = {f"precision.{key}": "fp32" for key in _DTYPES} | {
     "precision.matmul.input": None,
     "precision.attention.format": None,
     "precision.update.state_dtype": None,
+    "precision.update.square_dtype": None,
 }
 _NOT_RECORDED = "(not recorded)"
 _ENCODER = json.JSONEncoder(sort_keys=True, default=str)  # `json.dumps` would build one each time

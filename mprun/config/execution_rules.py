@@ -89,7 +89,7 @@ def _why_no_overlap(config: RunConfig) -> str | None:
     precision = config.precision
     if precision.reduce_order == "ring":
         return "precision.reduce_order=ring adds buckets that are the same on any number of ranks"
-    in_fp32 = precision.update.rounding != "nearest" or precision.update.state_dtype is not None
+    in_fp32 = precision.update.rounding != "nearest" or precision.update.keeps_state
     if _keeps_half(config) and in_fp32:
         mode = f"precision={precision.name}"
         return f"{mode} adds up gradients of 16-bit weights in FP32, which torch's DDP refuses"
@@ -104,9 +104,12 @@ def _why_no_shards(config: RunConfig) -> str | None:
     precision = config.precision
     if _keeps_half(config):
         return f"precision={precision.name} keeps weights in 16 bits, without FP32 masters to shard"
-    if precision.update.state_dtype is not None:
-        state = f"precision.update.state_dtype={precision.update.state_dtype}"
-        return f"{state} stores the state of whole tensors, of which a rank has rows"
+    for key in ("state_dtype", "square_dtype"):
+        if (form := getattr(precision.update, key)) is not None:
+            state = f"precision.update.{key}={form}"
+            return f"{state} stores the state of whole tensors, of which a rank has rows"
+    if precision.master_dtype not in (None, "fp32"):
+        return f"precision.master_dtype={precision.master_dtype} rounds whole tensors, not shards"
     if config.optim.average_decay is not None:
         return f"optim.average_decay={config.optim.average_decay} keeps whole weights"
     if config.optim.component.of_matrices:

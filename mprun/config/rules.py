@@ -232,7 +232,7 @@ def updates_in_16_bits(precision: schema.PrecisionConfig) -> bool:
     """Return whether an update is rounded operation by operation."""
     is_narrow = precision.master_dtype is None and precision.param_dtype != "fp32"
     update = precision.update
-    return is_narrow and update.rounding == "nearest" and update.state_dtype is None
+    return is_narrow and update.rounding == "nearest" and not update.keeps_state
 
 
 def of_mode(config: RunConfig) -> Iterator[str]:
@@ -245,10 +245,8 @@ def of_mode(config: RunConfig) -> Iterator[str]:
         yield f"precision.param_dtype={precision.param_dtype}: must be fp32 under autocast"
     yield from _matmul(precision.matmul, precision.name)
     yield from _attention(precision)
+    yield from _storage(precision)
     rounding = precision.update.rounding
-    if rounding != "nearest" and (precision.master_dtype, precision.param_dtype) != (None, "bf16"):
-        needed = "precision.param_dtype=bf16 precision.master_dtype=null"
-        yield f"precision.update.rounding={rounding}: needs {needed} (BF16 weights, no masters)"
     update_dtype = "fp32" if rounding != "nearest" else precision.param_dtype
     if precision.master_dtype is None and precision.grad_dtype != update_dtype:
         must = f"must be {update_dtype} without master weights, as their update is"
@@ -268,6 +266,25 @@ def of_mode(config: RunConfig) -> Iterator[str]:
     if precision.fp32_math == "tf32" and config.device == "cpu":
         needed = "TF32 needs a GPU of Ampere or later; use precision=fp32 or device=cuda"
         yield f"precision={precision.name}: {needed}"
+
+
+def _storage(precision: schema.PrecisionConfig) -> Iterator[str]:
+    """Yield what weights and state cannot be stored in."""
+    update, master = precision.update, precision.master_dtype
+    known = {"nearest", *(("stochastic",) if master == "bf16" else ())}
+    given = f"precision.update.rounding={update.rounding}"
+    if update.rounding not in known and (master, precision.param_dtype) != (None, "bf16"):
+        needed = "precision.param_dtype=bf16 precision.master_dtype=null"
+        yield f"{given}: needs {needed} (BF16 weights, no masters)"
+    if master in ("bf16", "fp16") and precision.param_dtype == "fp32":
+        needed = "needs precision.param_dtype of fp16 or bf16"
+        yield f"precision.master_dtype={master}: {needed}; without masters it is null"
+    if update.state_rounding != "nearest" and "bf16" not in (
+        update.state_dtype,
+        update.square_dtype,
+    ):
+        needed = "precision.update.state_dtype or square_dtype of bf16"
+        yield f"precision.update.state_rounding={update.state_rounding}: needs {needed}"
 
 
 def _attention(precision: schema.PrecisionConfig) -> Iterator[str]:

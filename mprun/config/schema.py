@@ -113,19 +113,33 @@ _OF_MUON = (*_MUON, "adamw_lr_factor")
 optimizer("muon", builder=_MUON_AT, needs=_OF_MUON, of_matrices=True)(OptimConfig)
 
 
+_STATES = "fp32 bf16 fp16 dynamic8 fp8"
+
+
 @dataclass(slots=True)
 class UpdateConfig:
     """Storage of weights without a master copy, and of the optimizer's state."""
 
     rounding: str = one_of(
         "nearest stochastic kahan",
-        "Storage of BF16 weights without masters; stochastic and kahan update them in FP32",
+        "Storage of BF16 weights, which stochastic and kahan update in FP32, or of BF16 masters",
     )
     state_dtype: str | None = one_of(
-        "fp32 bf16 dynamic8 fp8",
+        _STATES,
         "Format of the optimizer's stored state; 8 bits in blocks of 256; null: the update's",
         default=None,
     )
+    square_dtype: str | None = one_of(
+        _STATES, "That of averages and sums of squares; null: state_dtype", default=None
+    )
+    state_rounding: str = one_of(
+        "nearest stochastic", "Storage of state in BF16; stochastic: right on average"
+    )
+
+    @property
+    def keeps_state(self) -> bool:
+        """Return whether state has a format of its own, so that the update is in FP32."""
+        return self.state_dtype is not None or self.square_dtype is not None
 
 
 @dataclass(slots=True)
@@ -144,7 +158,7 @@ class PrecisionConfig:
         DTYPES, "Dtype of parameters and statistics of norm layers", restates=False
     )
     master_dtype: str | None = one_of(
-        "fp32", "Dtype of the master weights; null: none, parameters are updated in place"
+        DTYPES, "Dtype of the master weights; null: none, parameters are updated in place"
     )
     grad_dtype: str = one_of(
         DTYPES,

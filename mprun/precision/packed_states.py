@@ -1,6 +1,7 @@
 """Optimizer state in fewer bits between updates: how a tensor of it is encoded and decoded.
 
-    bf16      rounded to nearest
+    bf16      rounded to nearest, or stochastically (`rounded_weights`)
+    fp16      rounded to nearest
     dynamic8  the nearest of 256 numbers, times the largest magnitude of a block (Dettmers et al.,
               arXiv 2110.02861); averages of squares have numbers without a sign
     fp8       E4M3, times that magnitude / 448
@@ -17,7 +18,7 @@ number, dynamic8 has no -1. So what an update leaves alone is not encoded.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -28,7 +29,7 @@ BLOCK, SMALLEST = 256, 4096
 SCALE = ".scale"  # ends the name of the scales of a state
 _SMALLEST_AMAX = 1e-12
 # Sums and averages of squares, by torch's names.
-_UNSIGNED = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum")
+SQUARES = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum")
 Numbers = npt.NDArray[np.float32]
 
 
@@ -58,14 +59,14 @@ class InBlocks(ABC):
         blocks = wide.reshape(-1, BLOCK)
         scale = blocks.abs().amax(1).clamp_(min=_SMALLEST_AMAX)
         scale = scale / torch.full_like(scale, self.top)  # by a number CUDA multiplies
-        codes = self._codes(blocks / scale[:, None], name not in _UNSIGNED)
+        codes = self._codes(blocks / scale[:, None], name not in SQUARES)
         return {name: codes.view(wide.shape), name + SCALE: scale}
 
     def decode(self, name: str, kept: Mapping[str, Any]) -> Tensor:
         scale, codes = kept.get(name + SCALE), kept[name]
         if scale is None:
             return codes.float()
-        numbers = self._numbers(codes.reshape(-1), name not in _UNSIGNED)
+        numbers = self._numbers(codes.reshape(-1), name not in SQUARES)
         return (numbers.view(-1, BLOCK) * scale[:, None]).view(codes.shape)
 
     @abstractmethod
@@ -112,9 +113,73 @@ STATE_FORMATS: dict[str | None, Callable[[torch.device], Packing]] = {
     None: lambda device: Rounded(torch.float32),
     "fp32": lambda device: Rounded(torch.float32),
     "bf16": lambda device: Rounded(torch.bfloat16),
+    "fp16": lambda device: Rounded(torch.float16),
     "dynamic8": Dynamic8,
     "fp8": lambda device: Fp8(),
 }
+
+
+class StateFormats(NamedTuple):
+    """The formats of an optimizer's state between updates, each one of `STATE_FORMATS`.
+
+    square_dtype: of averages and sums of squares; None: as the others. state_rounding: how BF16
+        state is stored, "nearest" or "stochastic".
+    """
+
+    state_dtype: str | None = None
+    square_dtype: str | None = None
+    state_rounding: str = "nearest"
+
+    def of(self, name: str) -> str | None:
+        """Return the format of state `name`."""
+        return (self.square_dtype if name in SQUARES else None) or self.state_dtype
+
+    def is_random(self, name: str) -> bool:
+        return self.state_rounding == "stochastic" and self.of(name) == "bf16"
+
+    @property
+    def are_narrow(self) -> bool:
+        """Return whether state has a format of its own, so that the update is in FP32."""
+        return self.state_dtype is not None or self.square_dtype is not None
+
+    @property
+    def in_blocks(self) -> bool:
+        return not {self.state_dtype, self.square_dtype}.isdisjoint(IN_BLOCKS)
+
+    @property
+    def in_words(self) -> str:
+        """Return the formats for a person: "fp8", "bf16 (squares fp32)"."""
+        squares = f" (squares {self.square_dtype})" if self.square_dtype else ""
+        return f"{self.state_dtype or 'fp32'}{squares}"
+
+    @classmethod
+    def saved(cls, state: Mapping[str, Any]) -> Self:
+        """Return those of a saved `RoundedWeights`."""
+        return cls(**{name: state[name] for name in cls._fields if name in state})
+
+
+# Decay of a state, in an optimizer's settings: the key, and the place in a list.
+DECAYS = {
+    "exp_avg": ("betas", 0),
+    "exp_avg_sq": ("betas", 1),
+    "square_avg": ("alpha", None),
+    "momentum_buffer": ("momentum", None),
+}
+
+
+@cache
+def least_decay(form: str, is_square: bool) -> float:
+    """Return the smallest part of a number whose loss is not rounded away, to nearest; 0: any is.
+
+    It is half of the smallest relative distance to the number below. In floating point that is
+    below a power of two. In blocks it is for numbers below the largest of theirs, while that stays.
+    """
+    if form == "dynamic8":
+        known = dynamic_numbers(not is_square).astype(np.float64)
+        known = known[(known > 0) & (known < 1)]
+        return float(((known[1:] - known[:-1]) / known[1:]).min() / 2)
+    mantissa = {"bf16": 7, "fp16": 10, "fp8": 3}.get(form)
+    return 0.0 if mantissa is None else 2.0 ** -(mantissa + 2)
 
 
 def fits(size: int) -> bool:

@@ -22,7 +22,14 @@ import torch
 import yaml
 
 from mprun.precision.block_formats import ELEMENTS, SCALE_ROUNDINGS, SCALES, Element, block_of
-from mprun.precision.packed_states import STATE_FORMATS
+from mprun.precision.packed_states import (
+    DECAYS,
+    IN_BLOCKS,
+    SQUARES,
+    STATE_FORMATS,
+    StateFormats,
+    least_decay,
+)
 from mprun.precision.scaled_attention import GRANULARITIES, ScaledAttention
 from mprun.precision.scaled_products import ScaledProducts
 from mprun.spelling import became
@@ -46,7 +53,8 @@ class PrecisionPolicy:
     param_dtype: weights, inputs and activations of the model, and their gradients.
     norm_dtype: parameters, statistics and arithmetic of norm layers.
     master_dtype: dtype of parameters between calls, in which the optimizer updates them; a call
-        computes with copies. None: every parameter has its dtype of a call at all times.
+        computes with copies. None: every parameter has its dtype of a call at all times. One of 16
+        bits is for parameters that a call has in 16 bits: FP32 tensors with numbers of that dtype.
     grad_dtype: dtype in which gradients are unscaled. Without masters they add up and are clipped
         in it, too; else in FP32.
     loss_dtype: dtype of logits inside softmax and loss.
@@ -56,11 +64,10 @@ class PrecisionPolicy:
         None: in the dtype of `.grad`, unscaled. The micro-batches of an update count as ranks.
     reduce_divide: where that sum is divided, see `mprun.distributed.reduction.factors`.
     reduce_order: order in which it is added, see `mprun.distributed.reduction.in_order`.
-    rounding: how 16-bit weights without a master copy are stored. "nearest": the update computes in
-        their dtype, or in FP32 with a state_dtype; "stochastic", "kahan": after an update in FP32,
-        see `mprun.precision.rounded_weights`.
-    state_dtype: format of the optimizer's state between updates, one of `STATE_FORMATS`. None: as
-        the update computes it.
+    rounding: how 16-bit masters, or weights without a master copy, are stored. "nearest": without
+        one the update computes in their dtype, or in FP32 with a state_dtype; "stochastic",
+        "kahan": after an update in FP32, see `mprun.precision.rounded_weights`.
+    state_dtype, square_dtype, state_rounding: see `StateFormats`; None: as the update computes it.
     matmul: products of linear layers in 8 bits or fewer; None: they run like all others.
     attention: attention in FP8; None: it runs like all others.
     """
@@ -78,6 +85,8 @@ class PrecisionPolicy:
     reduce_order: str = "rank"
     rounding: str = "nearest"
     state_dtype: str | None = None
+    square_dtype: str | None = None
+    state_rounding: str = "nearest"
     matmul: ScaledProducts | None = None
     attention: ScaledAttention | None = None
 
@@ -86,6 +95,19 @@ class PrecisionPolicy:
             value = getattr(self, field, None)
             if value is not None and value not in allowed:
                 raise ValueError(f"{field}={value!r}: must be one of {', '.join(allowed)}")
+        self._check()
+
+    def _check(self) -> None:
+        if self.state_rounding != "nearest" and "bf16" not in self.states:
+            given = f"state_rounding={self.state_rounding}"
+            raise ValueError(f"{given}: needs a state_dtype or square_dtype of bf16")
+        if self.rounded_masters is not None and self.param_dtype.itemsize != 2:
+            given = f"master_dtype={dtype_name(self.rounded_masters)}"
+            raise ValueError(f"{given}: needs a param_dtype of 16 bits")
+        if self.rounding != "nearest" and self.rounded_masters not in (None, torch.bfloat16):
+            raise ValueError(
+                f"rounding={self.rounding}: needs BF16 weights, or a master_dtype of bf16"
+            )
         if self.attention is not None and self.half_dtype is None:
             given = f"attention.format={self.attention.format.name}"
             raise ValueError(f"{given}: needs a param_dtype or autocast_dtype of 16 bits")
@@ -101,26 +123,46 @@ class PrecisionPolicy:
             return "kept"
         return "none" if self.rounding == "nearest" else "transient"
 
-    def why_stuck(self, decay: float) -> str | None:
+    @property
+    def states(self) -> StateFormats:
+        """Return the formats of the optimizer's state."""
+        return StateFormats(self.state_dtype, self.square_dtype, self.state_rounding)
+
+    @property
+    def rounded_masters(self) -> torch.dtype | None:
+        """Return the 16-bit dtype of the master weights, or None."""
+        own = self.master_dtype
+        return own if own is not None and own.itemsize == 2 else None
+
+    def why_stuck(self, decay: float, state: str = "exp_avg_sq") -> str | None:
         """Return why an average of the optimizer's state does not decay by this factor, or None.
 
-        State that is rounded to nearest sticks if 1 - decay is below half of the smallest relative
-        distance of two numbers. Blocks have a scale that decays, and random bits are right on
-        average.
+        State that is rounded to nearest sticks if 1 - decay is below `least_decay`. Random bits are
+        right on average. A block that decays as a whole has a scale that does.
         """
-        stored = DTYPES.get(self.state_dtype or "")
-        if self.state_dtype is None and self.masters == "none":
-            stored = self.param_dtype
-        if stored is None or stored.itemsize != 2:
+        form = self.states.of(state)
+        if not self.states.are_narrow and self.masters == "none":
+            form = dtype_name(self.param_dtype)
+        least = 0.0 if form is None else least_decay(form, state in SQUARES)
+        if form is None or self.states.is_random(state) or not 0 < 1 - decay < least:
             return None
-        least = torch.finfo(stored).eps / 4
-        if not 0 < 1 - decay < least:
-            return None
+        while_ = " while the largest of its block stays" if form in IN_BLOCKS else ""
+        what = "squares" if state in SQUARES else "gradients"
         return (
-            f"{self.name} keeps optimizer state in {dtype_name(stored).upper()}, where a number "
-            f"times {decay:g} rounds back to itself: an average of squares does not fall "
+            f"{self.name} keeps optimizer state in {form.upper()}, where a number times {decay:g} "
+            f"rounds back to itself{while_}: an average of {what} does not fall "
             f"(factors up to {1 - least:.4g} move it)"
         )
+
+    def stuck(self, settings: Mapping[str, Any]) -> str | None:
+        """Return the first of an optimizer's settings by which state does not decay, and why."""
+        for state, (key, place) in DECAYS.items():
+            decay = settings.get(key)
+            if place is not None and isinstance(decay, (tuple, list)):
+                decay = decay[place]
+            if isinstance(decay, float) and (why := self.why_stuck(decay, state)):
+                return f"{key}: {why}"
+        return None
 
     @property
     def half_dtype(self) -> torch.dtype | None:
@@ -151,9 +193,13 @@ _WORDS = {
     "scale_rounding": SCALE_ROUNDINGS,
     "grad_rounding": ("nearest", "stochastic", "both"),
     "state_dtype": tuple(name for name in STATE_FORMATS if name),
+    "square_dtype": tuple(name for name in STATE_FORMATS if name),
+    "state_rounding": ("nearest", "stochastic"),
     "attention.granularity": GRANULARITIES,
 }
 _LISTS = ("hadamard", "high_precision", "dequantized", "modules")
+_UPDATE = ("rounding", "state_dtype", "square_dtype", "state_rounding")
+_MAY_BE_NULL = ("state_dtype", "square_dtype")
 _COUNTS = {"history": 1, "margin": 0}  # with the smallest
 _FP8 = {name: ELEMENTS[name] for name in ("e4m3", "e5m2")}
 
@@ -204,7 +250,7 @@ def _read(key: str, value: Any, formats: Mapping[str, Any]) -> Any:
             return value
         except ValueError as error:
             raise ValueError(f"{key}={value!r}: {error}") from None
-    if value is None and formats is DTYPES and (words is None or field == "state_dtype"):
+    if value is None and formats is DTYPES and (words is None or field in _MAY_BE_NULL):
         return None
     allowed = words or tuple(formats)
     if value not in allowed:
@@ -220,7 +266,7 @@ def policy_values(policy: PrecisionPolicy) -> dict[str, Any]:
     attention = _words(policy.attention or ScaledAttention())
     if policy.attention is None:
         attention["format"] = None
-    update = {name: words.pop(name) for name in ("rounding", "state_dtype")}
+    update = {name: words.pop(name) for name in _UPDATE}
     del words["name"]
     return words | {"matmul": matmul, "attention": attention, "update": update}
 

@@ -12,6 +12,9 @@ rounding, at the store:
 
 Bytes of a parameter with AdamW and its gradient, which adds up in FP32: 14 and 16; with master
 weights 16 and the 16-bit copy of a call. Only one chunk of weights at a time is FP32.
+
+Masters in 16 bits are stored likewise, in FP32 tensors, which is what a model shows between calls:
+they have the numbers of 16 bits and save no memory. So is state in few bits (`packed_states`).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from mprun.precision.packed_states import SCALE, STATE_FORMATS
+from mprun.precision.packed_states import SCALE, STATE_FORMATS, Packing, StateFormats
 from mprun.precision.philox import IN_BLOCK, bits_of, stream_of
 from mprun.precision.policy import PrecisionPolicy
 from mprun.precision.torch_update import (
@@ -46,9 +49,10 @@ class Piece(NamedTuple):
 
     number: int  # of the weight
     start: int  # place of the first of them in the memory of the weight, a multiple of 8
-    own: Tensor  # BF16, to be written
+    own: Tensor  # to be written: BF16, or FP32 of a master
     wide: Tensor  # FP32, to be rounded; stochastic rounding writes to it
     kept: Tensor | None = None  # BF16, gets the rounding error
+    salt: int = 0  # names the state of the weight that it is, stored stochastically
 
 
 class RoundedWeights:
@@ -64,8 +68,9 @@ class RoundedWeights:
         inner: the optimizer that updates the weights, among others.
         names, weights: those weights of `inner`, in BF16, and their names.
         rounding: "stochastic" or "kahan"; "nearest" if only the state is narrow.
-        state_dtype: format in which state of `inner` with the shape of its weight is kept between
-            updates, one of `STATE_FORMATS`; None: FP32.
+        states: formats in which state of `inner` with the shape of its weight is kept between
+            updates; None: FP32.
+        masters: the 16-bit dtype of each of `weights` that is in FP32 as a master, by its id.
         seed: seed of the run and of this optimizer in it; its lowest 64 bits count.
 
     Attributes:
@@ -79,15 +84,19 @@ class RoundedWeights:
         names: Sequence[str],
         weights: Sequence[Tensor],
         rounding: str,
-        state_dtype: str | None = None,
+        states: StateFormats | None = None,
         seed: int = 0,
+        masters: Mapping[int, torch.dtype] | None = None,
     ):
         self.inner, self.weights, self.rounding = inner, list(weights), rounding
         for name, weight in zip(names, self.weights, strict=True):
             if not is_dense(weight):
                 raise ValueError(f"{name}: has gaps between its values; make it contiguous")
         device = self.weights[0].device
-        self.state_dtype, self.packing = state_dtype, STATE_FORMATS[state_dtype](device)
+        states = self.states = states or StateFormats()
+        self.masters = masters or {}
+        forms = {None, states.state_dtype, states.square_dtype}
+        self._packings = {form: STATE_FORMATS[form](device) for form in forms}
         self.updates = torch.zeros((), dtype=torch.int64, device=device)
         bits = [0, *map(stream_of, names)]
         self.streams = torch.tensor(bits, dtype=torch.int64, device=device)
@@ -105,6 +114,15 @@ class RoundedWeights:
             if not before and self.rounding == "kahan" and weight.dtype is not torch.float32:
                 before[COMPENSATION] = torch.zeros_like(weight)
             self.inner.state[weight] = self._kept_state(weight, before, self.widened(weight))
+
+    @property
+    def draws(self) -> bool:
+        """Return whether weights or state are stored stochastically."""
+        return self.rounding == "stochastic" or self.states.state_rounding == "stochastic"
+
+    def packing(self, name: str) -> Packing:
+        """Return how state `name` is kept."""
+        return self._packings[self.states.of(name)]
 
     def __contains__(self, weight: Tensor) -> bool:
         return id(weight) in self._number
@@ -148,28 +166,45 @@ class RoundedWeights:
         try:
             yield [wide.get(id(tensor), tensor) for tensor in updated]
         finally:
+            pieces: list[Piece] = []
             for group, params in zip(inner.param_groups, groups, strict=True):
                 group["params"] = params
             for weight, state in zip(chosen, states, strict=True):
                 found = inner.state.pop(own := wide[id(weight)], {})
                 if own.grad is not None or not state:  # else its state stays as it was
-                    state = self._kept_state(weight, state, found, found_inf)
+                    state = self._kept_state(weight, state, found, found_inf, pieces)
                 inner.state[weight] = state
-            self._store_all(chosen, wide, found_inf)
+            self._store_all(chosen, wide, found_inf, pieces)
 
     def _kept_state(
-        self, weight: Tensor, before: dict, found: dict, found_inf: Tensor | None = None
+        self,
+        weight: Tensor,
+        before: dict,
+        found: dict,
+        found_inf: Tensor | None = None,
+        pieces: list[Piece] | None = None,
     ) -> dict[Any, Any]:
         """Return `found` as it is kept, in the tensors of `before`, which a captured graph knows.
 
         They keep their values if `found_inf` is not 0.
+
+        pieces: gets what is to be stored stochastically; None: all is stored to nearest.
         """
         kept = {COMPENSATION: before[COMPENSATION]} if COMPENSATION in before else {}
         for name, value in found.items():
             if not _is_like(value, weight, name):
                 kept[name] = value
                 continue
-            for key, new in self.packing.encode(name, value).items():
+            if pieces is not None and self.states.is_random(name):
+                own = before.get(name)
+                if own is None:  # of an optimizer that creates it in its first step
+                    own = torch.zeros_like(value, dtype=torch.bfloat16)
+                kept[name] = own
+                if value.stride() != own.stride():
+                    value = torch.empty_like(own, dtype=torch.float32).copy_(value)
+                pieces += self._pieces(weight, [own, value], salt=stream_of(name))
+                continue
+            for key, new in self.packing(name).encode(name, value).items():
                 own = kept[key] = before.get(key, new)
                 if own is not new:
                     own.copy_(new if found_inf is None else torch.where(found_inf != 0, own, new))
@@ -186,27 +221,35 @@ class RoundedWeights:
             if key == COMPENSATION or key.endswith(SCALE):
                 continue  # torch initialises a state only if it is empty
             if key + SCALE in state or _is_like(value, weight, key):
-                value = self.packing.decode(key, state)
+                value = self.packing(key).decode(key, state)
                 if value.stride() != weight.stride():
                     value = torch.empty_like(weight, dtype=value.dtype).copy_(value)
             found[key] = value
         return found
 
+    def _pieces(self, weight: Tensor, tensors: Sequence[Tensor], salt: int = 0) -> list[Piece]:
+        """Return what is to be written and what is stored in it, for a weight or a state of it."""
+        most, number = min(CHUNK, STORED), self._number[id(weight)]
+        flat = [tensor.as_strided((tensor.numel(),), (1,)).split(most) for tensor in tensors]
+        parts = enumerate(zip(*flat, strict=True))
+        return [Piece(number, n * most, *split)._replace(salt=salt) for n, split in parts]
+
     def _store_all(
-        self, chosen: Sequence[Tensor], wide: Mapping[int, Tensor], found_inf: Tensor | None
+        self,
+        chosen: Sequence[Tensor],
+        wide: Mapping[int, Tensor],
+        found_inf: Tensor | None,
+        pieces: list[Piece],
     ) -> None:
-        pieces: list[Piece] = []
-        most = min(CHUNK, STORED)
+        """Store weights, and the pieces of their state."""
         for weight in chosen:
-            if weight.dtype is torch.float32:  # only its state is narrow
-                continue
+            if weight.dtype is torch.float32 and id(weight) not in self.masters:
+                continue  # only its state is narrow
             kept = self.inner.state[weight].get(COMPENSATION)
             tensors = [weight.detach(), wide[id(weight)], *([] if kept is None else [kept])]
-            flat = [tensor.as_strided((tensor.numel(),), (1,)).split(most) for tensor in tensors]
-            for part, split in enumerate(zip(*flat, strict=True)):
-                pieces.append(Piece(self._number[id(weight)], part * most, *split))
+            pieces += self._pieces(weight, tensors)
         # Rounding needs a multiple of the memory that it rounds.
-        for places in packed([piece.own.numel() for piece in pieces], most):
+        for places in packed([piece.own.numel() for piece in pieces], min(CHUNK, STORED)):
             group = [pieces[place] for place in places]
             written = [t for piece in group for t in (piece.own, piece.kept) if t is not None]
             with put_back_where(found_inf, written):
@@ -232,14 +275,22 @@ class RoundedWeights:
 
     def store(self, pieces: Sequence[Piece]) -> None:
         """Round `wide` into `own`, and the error into `kept` if there is one."""
-        if self.rounding == "stochastic" and pieces:
-            for piece, bits in zip(pieces, self.random_bits(pieces), strict=True):
-                round_stochastically(piece.own, piece.wide, bits)
-            return
-        for _, _, own, wide, kept in pieces:
-            own.copy_(wide)
-            if kept is not None:
-                kept.copy_(wide - own)
+        all_random = self.rounding == "stochastic"
+        random = [piece for piece in pieces if all_random or piece.salt]
+        for piece, bits in zip(random, self.random_bits(random), strict=True):
+            narrow = piece.own
+            if narrow.dtype is torch.float32:
+                narrow = torch.empty_like(narrow, dtype=torch.bfloat16)
+            round_stochastically(narrow, piece.wide, bits)
+            if narrow is not piece.own:
+                piece.own.copy_(narrow)
+        for piece in pieces if not all_random else ():
+            if piece.salt:
+                continue
+            master_dtype = self.masters.get(id(self.weights[piece.number]))
+            piece.own.copy_(piece.wide if master_dtype is None else piece.wide.to(master_dtype))
+            if piece.kept is not None:
+                piece.kept.copy_(piece.wide - piece.own)
 
     def random_bits(self, pieces: Sequence[Piece]) -> list[Tensor]:
         """Return this update's random bits of each piece: int32 [numel], 0 to 65535.
@@ -247,19 +298,22 @@ class RoundedWeights:
         All pieces at once: the hundred operations then cost their time, not their calls.
         """
         places, names = [], []
+        if not pieces:
+            return []
         for piece in pieces:
             start = piece.start // IN_BLOCK
             count = -(-piece.own.numel() // IN_BLOCK)
             places.append(torch.arange(start, start + count, device=self.streams.device))
-            names.append(self.streams[1 + piece.number].expand(count))
+            stream = self.streams[1 + piece.number]
+            names.append((stream ^ piece.salt if piece.salt else stream).expand(count))
         name = torch.cat(names)
         bits = bits_of([torch.cat(places), self.updates, name, name >> 32], self._seed)
         parts = bits.split([len(own) * IN_BLOCK for own in places])
         return [part[: piece.own.numel()] for part, piece in zip(parts, pieces, strict=True)]
 
     def state_dict(self) -> dict[str, Any]:
-        state: dict[str, Any] = {"updates": self.updates, "state_dtype": self.state_dtype}
-        return state | {"seed": self._seed} if self.rounding == "stochastic" else state
+        state: dict[str, Any] = {"updates": self.updates, **self.states._asdict()}
+        return state | {"seed": self._seed} if self.draws else state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.updates.copy_(state["updates"])
@@ -267,31 +321,48 @@ class RoundedWeights:
 
 
 def choose_narrow(
-    inner: Optimizer, named: Mapping[str, Tensor], policy: PrecisionPolicy, seed: int = 0
+    inner: Optimizer,
+    named: Mapping[str, Tensor],
+    policy: PrecisionPolicy,
+    seed: int = 0,
+    inside: Mapping[int, torch.dtype] | None = None,
 ) -> RoundedWeights | None:
-    """Choose those of `named` that are BF16 but updated in FP32, or have a narrow state."""
-    rounding = policy.rounding if policy.masters == "transient" else "nearest"
-    state_dtype = policy.state_dtype
-    if rounding == "nearest" and state_dtype is None:
-        return None
+    """Choose those of `named` that are BF16 but updated in FP32, masters in 16 bits, or have a
+    narrow state.
+
+    inside: the dtype in which a call computes with a parameter, by its id.
+    """
+    states, master_dtype = policy.states, policy.rounded_masters
+    is_narrow = policy.masters == "transient" or master_dtype is not None
+    rounding = policy.rounding if is_narrow else "nearest"
     real = {name: own for name, own in named.items() if not own.is_complex()}
-    chosen = {n: own for n, own in real.items() if state_dtype or own.dtype is torch.bfloat16}
+    masters = {}
+    if master_dtype is not None:
+        masters = {i: master_dtype for i, own in (inside or {}).items() if own.itemsize == 2}
+    chosen = {
+        name: own
+        for name, own in real.items()
+        if states.are_narrow
+        or id(own) in masters
+        or (rounding != "nearest" and own.dtype is torch.bfloat16)
+    }
     if not chosen:
         return None
-    return RoundedWeights(inner, [*chosen], [*chosen.values()], rounding, state_dtype, seed)
+    of_weights = [*chosen], [*chosen.values()]
+    return RoundedWeights(inner, *of_weights, rounding, states, seed, masters)
 
 
 def translated(
-    saved: Mapping[str, Any], of: str | None, to: str | None, weight: Tensor
+    saved: Mapping[str, Any], of: StateFormats, to: StateFormats, weight: Tensor
 ) -> Mapping[str, Any]:
-    """Return state of a weight as another of `STATE_FORMATS` keeps it; of the same, unchanged."""
+    """Return state of a weight as other formats keep it; of the same, unchanged."""
     if of == to:
         return saved
-    before, after = (STATE_FORMATS[name](weight.device) for name in (of, to))
     found: dict[str, Any] = {}
     for key, value in saved.items():
         if key + SCALE in saved or _is_like(value, weight, key):
             kept = {k: saved[k].to(weight.device) for k in (key, key + SCALE) if k in saved}
+            before, after = (STATE_FORMATS[one.of(key)](weight.device) for one in (of, to))
             found |= after.encode(key, before.decode(key, kept))
         elif not key.endswith(SCALE):
             found[key] = value

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed import broadcast
 from torch.optim import Optimizer
 
-from mprun.precision.packed_states import IN_BLOCKS, SCALE
+from mprun.precision.packed_states import SCALE, StateFormats
 from mprun.precision.rounded_weights import RoundedWeights, choose_narrow
 from mprun.precision.torch_update import held_by
 from mprun.prepared.draws import Draws
@@ -57,7 +57,10 @@ class KeptState:
         policy, seed = self.models[0].policy, self.models[0].seed
         if seed is None:  # a script's; a loaded state brings that of its run
             seed = torch.initial_seed()
-        narrow = choose_narrow(optimizer, named, policy, seed)
+        inside: dict[int, torch.dtype] = {}
+        for model in self.models:
+            inside |= model.tensors.dtypes()
+        narrow = choose_narrow(optimizer, named, policy, seed, inside)
         if narrow is None:
             return
         if self.narrow is not None:
@@ -120,11 +123,11 @@ class KeptState:
             Draws.load_state_dict(first.forward_context.device, draws)
 
     def _before_load(self, _: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        saved = state.get("narrow", {}).get("state_dtype")
-        kept = None if self.narrow is None else self.narrow.state_dtype
-        if saved != kept and {saved, kept} & set(IN_BLOCKS):
+        saved = StateFormats.saved(state.get("narrow", {}))
+        kept = StateFormats() if self.narrow is None else self.narrow.states
+        if saved[:2] != kept[:2] and (saved.in_blocks or kept.in_blocks):
             raise ValueError(
-                f"optimizer state is kept in {saved or 'fp32'}, not in {kept or 'fp32'}: load it "
+                f"optimizer state is kept in {saved.in_words}, not in {kept.in_words}: load it "
                 "into an optimizer with the same precision.update.state_dtype"
             )
         self._loaded = state

@@ -23,7 +23,7 @@ from mprun.precision.uncast import what_stays
 from mprun.prepared.border import Forward
 from mprun.prepared.shards import keeps_half, refuse_cast, refuse_spread
 from mprun.prepared.tensors import Part
-from mprun.torch_private import Loss, apply_to_tensors, children_of
+from mprun.torch_private import Loss, apply_to_tensors, children_of, parameters_of
 
 
 class InMode(NamedTuple):
@@ -69,6 +69,8 @@ def put_in_mode(
     if keeps_half(policy):
         for module, dtype in dtypes.items():
             apply_to_tensors(module, functools.partial(cast_tree, dtype=dtype), recurse=False)
+    if (master_dtype := policy.rounded_masters) is not None:
+        round_masters(dtypes, master_dtype)
     if changes:
         own_recurrent(model)
         if policy.attention is not None:
@@ -84,6 +86,15 @@ def put_in_mode(
                 module.__dict__["forward"] = plain[module]
     parts = [(m, dtype, tuple(children_of(m).values())) for m, dtype in dtypes.items()]
     return InMode(parts, plain, delayed, stays)
+
+
+@torch.no_grad()
+def round_masters(dtypes: Mapping[nn.Module, torch.dtype], master_dtype: torch.dtype) -> None:
+    """Round the FP32 parameters of modules that compute in 16 bits to numbers of `master_dtype`."""
+    for module, dtype in dtypes.items():
+        for own in parameters_of(module).values():
+            if own is not None and dtype.itemsize == 2 and own.dtype is torch.float32:
+                own.copy_(own.to(master_dtype))
 
 
 def entries(model: nn.Module, modules: Iterable[nn.Module], outermost: bool) -> list[nn.Module]:

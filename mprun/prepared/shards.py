@@ -21,8 +21,7 @@ from torch.distributed import (
     is_initialized,
 )
 
-from mprun.precision.packed_states import IN_BLOCKS
-from mprun.precision.policy import PrecisionPolicy
+from mprun.precision.policy import PrecisionPolicy, dtype_name
 
 T = TypeVar("T")
 FSDP1 = (
@@ -175,11 +174,17 @@ def keeps_half(policy: PrecisionPolicy) -> bool:
 
 def why_not_sharded(policy: PrecisionPolicy) -> str | None:
     """Return why a model of this policy cannot be sharded; None: it can."""
-    if policy.state_dtype in IN_BLOCKS:
-        return (
-            f"precision.update.state_dtype={policy.state_dtype} keeps state in blocks of whole "
-            "tensors; use DistributedDataParallel around the prepared model"
-        )
+    whole = "keeps state in blocks of whole tensors"
+    given = {
+        f"precision.update.state_dtype={policy.states.in_words} {whole}": policy.states.in_blocks
+    }
+    if policy.states.state_rounding != "nearest":
+        given["precision.update.state_rounding=stochastic numbers bits in whole tensors"] = True
+    if (masters := policy.rounded_masters) is not None:
+        given[f"precision.master_dtype={dtype_name(masters)} rounds whole masters"] = True
+    for why, is_so in given.items():
+        if is_so:
+            return f"{why}; use DistributedDataParallel around the prepared model"
     if not keeps_half(policy):
         return None
     return (

@@ -204,14 +204,10 @@ class OptimizerSteps:
         """Warn once if averages in the state do not decay in its format; a run says it itself."""
         if self.steps == 0 and not self._has_warned and not self.models[0].of_run:
             for group in self.optimizer.param_groups:
-                for key in ("betas", "alpha"):
-                    decay = group.get(key)
-                    decay = decay[1] if isinstance(decay, tuple | list) else decay
-                    why = self.policy.why_stuck(decay) if isinstance(decay, float) else None
-                    if why is not None:
-                        self._has_warned = True
-                        warnings.warn(f"{type(self.optimizer).__name__} {key}: {why}", stacklevel=2)
-                        return
+                if (why := self.policy.stuck(group)) is not None:
+                    self._has_warned = True
+                    warnings.warn(f"{type(self.optimizer).__name__} {why}", stacklevel=2)
+                    return
 
     def __reduce__(self) -> Any:
         """Pickle or copy as None: the copy begins anew."""

@@ -3,6 +3,7 @@
 import shlex
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -131,9 +132,8 @@ def notes(config: RunConfig, built: Built) -> Iterator[str]:
             f"optim.eps={optim.eps:g} rounds to 0 in FP16 (2^-25 and below): {policy.name} "
             f"with {optim.name} divides by zero and ends in NaN; this is a finding"
         )
-    for key, decay in (("betas", (optim.betas or [0, 0])[1]), ("alpha", optim.alpha or 0)):
-        if why := built.policy.why_stuck(decay):
-            yield f"optim.{key}: {why}"
+    if why := built.policy.stuck(asdict(optim)):
+        yield f"optim.{why}"
     for learner in built.task.learners.values():
         if learner.prepared.stays is not None:
             yield learner.prepared.stays

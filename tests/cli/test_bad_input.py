@@ -81,8 +81,11 @@ CASES = [
     ("optim.average_modules=[{a:1}]", "optim.average_modules=[{'a': 1}]: must hold neither lists"),
     ("precision.matmul.hadamard=x", "x: must be a list of output, grad_input, grad_weight"),
     ("precision.attention.format=int8", "attention.format=int8: must be one of e4m3, e5m2, null"),
-    ("precision.update.state_dtype=[fp8]", "must be one of fp32, bf16, dynamic8, fp8, or null"),
-    ("precision.update.state_dtype=int8", "must be one of fp32, bf16, dynamic8, fp8, null"),
+    (
+        "precision.update.state_dtype=[fp8]",
+        "must be one of fp32, bf16, fp16, dynamic8, fp8, or null",
+    ),
+    ("precision.update.state_dtype=int8", "must be one of fp32, bf16, fp16, dynamic8, fp8, null"),
     ("optim.lr=true", "optim.lr=true"),
     ("optim.lr=[1]", "optim.lr"),
     ("optim.lr=", "optim.lr="),
@@ -220,6 +223,15 @@ CASES = [
     (
         "model=gpt precision=int8_rowwise precision.matmul.granularity=1x32",
         "input=int8: int8 is for all operands, with precision.matmul.granularity=tensor or row",
+    ),
+    ("precision.master_dtype=bf16", "master_dtype=bf16: needs precision.param_dtype of fp16 or"),
+    (
+        "precision.update.state_rounding=stochastic",
+        "state_rounding=stochastic: needs precision.upd",
+    ),
+    (
+        "precision=bf16_master precision.master_dtype=fp16 precision.update.rounding=stochastic",
+        "precision.update.rounding=stochastic: needs precision.param_dtype=bf16",
     ),
     (
         "model=gpt precision.attention.format=e4m3",

@@ -194,7 +194,7 @@ def test_whatever_the_rules_let_through_trains(param, autocast, build_run):
 
 @pytest.mark.parametrize(
     ("state_dtype", "beta", "warns"),
-    [("bf16", 0.999, True), ("bf16", 0.99, False), ("fp8", 0.999, False)],
+    [("bf16", 0.999, True), ("bf16", 0.99, False), ("fp8", 0.999, True), ("fp8", 0.95, False)],
 )
 def test_state_that_does_not_decay_is_told_before_step_1(
     tmp_path, capsys, state_dtype, beta, warns
@@ -202,5 +202,6 @@ def test_state_that_does_not_decay_is_told_before_step_1(
     words = [*TINY_GPT, "precision=bf16_master", f"precision.update.state_dtype={state_dtype}"]
     assert run(tmp_path / "run", *words, f"optim.betas=[0.9,{beta}]", "train.steps=1") == 0
     shown = capsys.readouterr().err
-    assert (f" keeps optimizer state in BF16, where a number times {beta} " in shown) == warns
+    form = state_dtype.upper()
+    assert (f" keeps optimizer state in {form}, where a number times {beta} " in shown) == warns
     assert not warns or shown.index(" keeps optimizer") < shown.index("step 1")

@@ -320,7 +320,7 @@ FULL_FP32 = {
     "precision.reduce_dtype": None,
     "precision.matmul": {"input": None},
     "precision.attention": {"format": None},
-    "precision.update": {"state_dtype": None},
+    "precision.update": {"state_dtype": None, "square_dtype": None},
     "precision.name": "plain",
 }
 

@@ -217,6 +217,14 @@ SHARDS = ["devices=2", "train.accumulate=2", "dist.engine=fsdp"]
             ["model=gpt", "precision.update.state_dtype=fp8"],
             "state_dtype=fp8 stores the state",
         ),
+        (
+            ["model=gpt", "precision.update.square_dtype=bf16"],
+            "square_dtype=bf16 stores the state",
+        ),
+        (
+            ["model=gpt", "precision=bf16_master", "precision.master_dtype=bf16"],
+            "precision.master_dtype=bf16 rounds whole tensors",
+        ),
         (["model=resnet50", "train.channels_last=on"], "fsdp: train.channels_last=on: shards are"),
     ],
 )

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from mprun.precision import StaticLossScale, build_policy
-from mprun.precision.packed_states import BLOCK, STATE_FORMATS, dynamic_numbers
+from mprun.precision.packed_states import BLOCK, STATE_FORMATS, StateFormats, dynamic_numbers
 from mprun.precision.rounded_weights import translated
 
 from ..helpers import assert_same_bits, making, mixed, one_step
@@ -294,10 +294,11 @@ def test_state_is_translated_between_formats():
     learner = trained("dynamic8", 2)
     weight = learner.model[0].weight
     state, wide = learner.optimizer.state[weight], learner.steps.narrow.widened(weight)
-    assert translated(state, "dynamic8", "dynamic8", weight) is state
-    found = translated(state, "dynamic8", None, weight)
+    blocks, fp8 = StateFormats("dynamic8"), StateFormats("fp8")
+    assert translated(state, blocks, blocks, weight) is state
+    found = translated(state, blocks, StateFormats(), weight)
     assert_same_bits(dict(found), wide)
-    in_fp8 = translated(found, None, "fp8", weight)
+    in_fp8 = translated(found, StateFormats(), fp8, weight)
     expected = STATE_FORMATS["fp8"](CPU).encode("exp_avg", wide["exp_avg"])
     assert_same_bits({key: in_fp8[key] for key in expected}, expected)
 

@@ -72,14 +72,15 @@ RECIPE = (E2M1, E2M1, E2M1, "1x16", None, "e4m3", "rceil", 1024, 0, "nearest", (
 OTHERS["qat_nvfp4"] = (TABLE["bf16_master"], "nearest", (*RECIPE, BACKWARD, BACKWARD, ("*",)))
 OF_ATTENTION = {"fp8_attention": (E4M3, E5M2, "head")}
 OTHERS |= {name: (TABLE["bf16_master"], "nearest", None) for name in OF_ATTENTION}
-REST = (None, "after", "rank", "nearest", None, None, None)  # of reductions, update and products
+STATES = (None, None, "nearest")
+REST = (None, "after", "rank", "nearest", *STATES, None, None)  # of reductions, update, products
 
 
 @pytest.mark.parametrize("name", ALL_MODES)
 def test_the_table(name):
     dtypes, rounding, products = OTHERS.get(name) or (TABLE[name], "nearest", None)
-    last = products, OF_ATTENTION.get(name)
-    expected = (name, *dtypes, None, "after", "rank", rounding, None, *last)
+    last = *STATES, products, OF_ATTENTION.get(name)
+    expected = (name, *dtypes, None, "after", "rank", rounding, *last)
     assert dataclasses.astuple(get_policy(name)) == expected
 
 
@@ -197,7 +198,9 @@ def test_a_cpu_can_honour_every_mode_but_tf32():
 
 
 def test_a_word_that_a_policy_does_not_know_is_refused_however_it_comes():
-    with pytest.raises(ValueError, match="state_dtype='dynamic4': must be one of fp32, bf16, dyn"):
+    with pytest.raises(
+        ValueError, match="state_dtype='dynamic4': must be one of fp32, bf16, fp16, dyn"
+    ):
         dataclasses.replace(get_policy("nvfp4"), state_dtype="dynamic4")
 
 
@@ -218,8 +221,8 @@ def test_state_that_does_not_decay_is_told(dtype, decay):
 @pytest.mark.parametrize(
     "mode", ["fp32", "bf16_master", "amp_bf16", "bf16_stochastic", "bf16_kahan"]
 )
-def test_state_in_fp32_or_in_blocks_decays(mode):
-    for state_dtype in (None, "fp32", "fp8", "dynamic8"):
+def test_state_in_fp32_decays(mode):
+    for state_dtype in (None, "fp32"):
         policy = dataclasses.replace(get_policy(mode), state_dtype=state_dtype)
         assert policy.why_stuck(0.999) is None and policy.why_stuck(1 - 2.0**-20) is None
 

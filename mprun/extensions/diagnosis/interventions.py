@@ -33,6 +33,7 @@ from mprun.numerics.post_mortem import EXPLOSION, LAST, explosion
 from mprun.numerics.replay import Steps, resume_from, same_loss, use_batch
 from mprun.numerics.trace import Phase
 from mprun.precision.module_dtypes import own_forward
+from mprun.precision.packed_states import StateFormats
 from mprun.precision.rounded_weights import translated
 from mprun.record.keys import flat
 from mprun.tasks import LanguageModel
@@ -395,8 +396,8 @@ def transplant(built: Built, saved: dict) -> None:
             delayed.take_over(theirs["delayed"])
         for key, average in learner.averages.items():
             average.copy_(theirs["averages"][key])
-        to = None if narrow is None else narrow.state_dtype
-        of = theirs.get("narrow", {}).get("state_dtype")
+        to = StateFormats() if narrow is None else narrow.states
+        of = StateFormats.saved(theirs.get("narrow", {}))
         for key, state in learner.steps.state_by_name().items():
             kept = translated(theirs["state"][key], of, to, learner.named[key])
             for kind, value in kept.items():
