@@ -35,7 +35,7 @@ MODES = (
     *("bf16_stochastic", "bf16_kahan"),
     *("fp8_tensorwise", "fp8_rowwise", "fp8_delayed", "fp8_delayed_megatron", "fp8_unscaled"),
     *("fp8_block", "fp8_deepseek", "mxfp8", "mxfp8_floor", "mxfp8_hybrid"),
-    *("int8_rowwise", "qat_int8"),
+    *("int8_rowwise", "qat_int8", "fp8_attention"),
     *("mxfp4", "mxfp4_hadamard", "nvfp4", "nvfp4_4over6", "nvfp4_plain", "qat_nvfp4"),
 )
 SEEDS = tuple(range(300, 305))
