@@ -4,6 +4,7 @@ In your own script:
 
     model, optimizer = mprun.prepare(model, optimizer, precision="amp")
     with mprun.Run("outputs/mine", optimizer, config=vars(args), seed=0) as run: ...
+    mprun.switch(model, "bf16_master")           # another mode, between two steps
     mprun.sweep(train, modes=["fp32", "amp"], seeds=3)      # train(run) in each, and a comparison
     mprun.probe(step, optimizer)                 # exponents of every tensor of a step
     mprun.explain(step, optimizer)               # the operation that makes the first NaN
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from mprun.extensions.diagnosis.of_script import explain as explain
     from mprun.prepared import prepare as prepare
     from mprun.prepared import state_of as state_of
+    from mprun.prepared import switch as switch
     from mprun.record.metric_facts import Metric as Metric
     from mprun.script.run import Diverged as Diverged
     from mprun.script.run import Run as Run
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
 _PUBLIC = {
     "prepare": "mprun.prepared",
     "state_of": "mprun.prepared",
+    "switch": "mprun.prepared",
     "Run": "mprun.script.run",
     "Diverged": "mprun.script.run",
     "probe": "mprun.script.watched",

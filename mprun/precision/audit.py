@@ -78,6 +78,7 @@ class Audit(TorchDispatchMode):
         self.watched = 0  # calls and passes, or steps
         self.saw_empty = False  # a product of nothing, which does not count
         self.earlier: Mapping[str, Any] = {}  # the result of earlier attempts of the same run
+        self.before: Mapping[str, Any] = {}  # that of the modes before a switch to this one
         policy = forward_context.policy
         held = () if policy.matmul is None else (own.dtype for own in policy.matmul.formats)
         self._wanted = dict.fromkeys((*forward_context.half_dtypes, *held))
@@ -147,7 +148,7 @@ class Audit(TorchDispatchMode):
         Raises:
             Contradiction: No product ran in the mode, and there are no overrides.
         """
-        missing, forward_context = self.result().get("unused"), self.forward_context
+        missing, forward_context = self._of_mode().get("unused"), self.forward_context
         mode = forward_context.policy.name
         if missing is None:
             unmet = forward_context.unmet
@@ -184,7 +185,11 @@ class Audit(TorchDispatchMode):
         return {f"{phase} {self._name(dtype)}": n for (phase, dtype), n in self.products.items()}
 
     def result(self) -> dict[str, Any]:
-        """Return the counts in the form of run.json, those of earlier attempts added."""
+        """Return the counts in the form of run.json, with those of earlier attempts and modes."""
+        return combined([self.before, self._of_mode()]) if self.before else self._of_mode()
+
+    def _of_mode(self) -> dict[str, Any]:
+        """Return the counts of this mode, those of earlier attempts added."""
         own = {
             "watched": self.watched,
             "products": self.counts(),

@@ -56,6 +56,10 @@ class DelayedScaling:
         scale.copy_(torch.where((most == 0) | (most == _INFINITE), scale, chosen))
         amax.zero_()
 
+    def is_like(self, other: "DelayedScaling") -> bool:
+        """Return whether the scales of another mode are to the same largest numbers."""
+        return torch.equal(self._tops, other._tops)
+
     def state_dict(self, largest: _Largest | None = None) -> dict[str, Any]:
         """Return the state; `largest` as for `roll`, if casts since then may differ by rank."""
         present = self.present if largest is None else largest(self.present)

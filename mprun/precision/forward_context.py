@@ -49,7 +49,7 @@ class ForwardContext:
         native: bool = False,
         overrides: Iterable[torch.dtype] = (),
     ):
-        self.policy, self.device = policy, device
+        self.policy, self.device, self.native = policy, device, native
         overrides = [*overrides]
         self.overridden = bool(overrides)
         wanted = [dtype for dtype in (policy.half_dtype, *overrides) if dtype is not None]

@@ -183,6 +183,21 @@ class PrecisionPolicy:
         return self.matmul is not None and self.matmul.grad_rounding != "nearest"
 
 
+def why_no_switch(before: PrecisionPolicy, after: PrecisionPolicy) -> str | None:
+    """Return why training cannot go on in another mode with the same weights and state, or None."""
+    for one in (before, after):
+        if one.masters != "kept":
+            return f"{one.name} has no FP32 master weights, which a switch of modes goes on with"
+    for field in ("state_dtype", "reduce_dtype", "reduce_divide", "reduce_order"):
+        had, has = getattr(before, field), getattr(after, field)
+        if had != has:
+            now, then = (_word(own) or "null" for own in (has, had))
+            return f"{field} is {now}, but a switch of modes keeps that of {before.name}, {then}"
+    if before == after:
+        return f"{before.name} is in force already"
+    return None
+
+
 # Fields that hold words, with the allowed ones; then fields with neither words nor dtypes.
 _WORDS = {
     "fp32_math": ("ieee", "tf32"),

@@ -1,4 +1,4 @@
-"""A user's training script in a precision mode: `mprun.prepare`.
+"""A user's training script in a precision mode: `mprun.prepare`, `mprun.switch`.
 
 The loop stays plain torch. `prepare` changes the computation of a model's calls (prepared_model) by
 casts that are nodes of the autograd graph (nodes). It follows every optimizer's steps (steps). It
@@ -6,7 +6,7 @@ uses the policies, loss scales and emulation of `mprun.precision`.
 """
 
 from mprun.prepared.optimizers import state_of
-from mprun.prepared.prepare import prepare
+from mprun.prepared.prepare import prepare, switch
 from mprun.prepared.steps import OptimizerSteps
 
-__all__ = ["OptimizerSteps", "prepare", "state_of"]
+__all__ = ["OptimizerSteps", "prepare", "state_of", "switch"]

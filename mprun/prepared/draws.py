@@ -25,13 +25,20 @@ class Draws:
     calls = 0
 
     @classmethod
-    def begin(cls, device: torch.device) -> None:
-        """Take the script's seed if no other model has; a loaded state brings that of its run."""
-        if any(model.policy.draws for model in passes.alive):
+    def begin(cls, device: torch.device, model: Any) -> None:
+        """Take the script's seed for `model` if no other draws; a loaded state brings that of its
+        run."""
+        if cls._others(model):
             gc.collect()  # a model is in circles: those that the script has dropped go here
-        if not any(model.policy.draws for model in passes.alive):
+        if not cls._others(model):
             cls.calls = 0
             micro_batches.begin_step(device, torch.initial_seed(), 0)
+            if model.group is not None:  # it enters such a mode after calls in another one
+                cls.share_seed(device, model.group)
+
+    @staticmethod
+    def _others(model: Any) -> bool:
+        return any(one.policy.draws for one in passes.alive if one is not model)
 
     @staticmethod
     def share_seed(device: torch.device, group: Any) -> None:

@@ -14,9 +14,12 @@ from traceback import walk_tb
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from mprun.precision.audit import Audit, is_due
+from mprun.precision.batch_statistics import BatchNormGuard
+from mprun.precision.delayed_scaling import DelayedScaling
 from mprun.precision.emulation import HalfEmulation, below_emulation
 from mprun.precision.forward_context import ForwardContext
 from mprun.precision.loss_scale import LossScale
@@ -24,7 +27,7 @@ from mprun.precision.update import largest
 from mprun.prepared.mixed_operands import refused
 from mprun.prepared.nodes import Root, entered, mark, reached, refuse_leaks
 from mprun.prepared.scaling import Scaling, check_finite, scalings
-from mprun.prepared.shards import are_several, refuse_unshared
+from mprun.prepared.shards import agree, are_several, refuse_unshared
 from mprun.prepared.tensors import Tensors
 from mprun.torch_private import (
     DisableTorchFunction,
@@ -81,21 +84,21 @@ class Backward(ABC):
     of_run = False  # a run of `mprun` calls it, which knows when its steps end
     calls = 0  # with gradients or in training mode
     group: Any = None  # of the DistributedDataParallel that has called it
+    delayed: DelayedScaling | None = None
+    guard: BatchNormGuard | None = None
+    _guards_step = False
+    _rolled_at = 0  # calls at its last roll
 
     def __init__(self, forward_context: ForwardContext, loss_scale: LossScale):
-        self.forward_context, self.policy = forward_context, forward_context.policy
+        self.compute_in(forward_context)
         self.device_type = forward_context.device.type
         self.loss_scale = loss_scale
         # None if it neither scales nor skips.
         self.scale = loss_scale if loss_scale.skips_nonfinite else None
-        # None if that of `.grad`: FP32, or without masters what the optimizer has chosen.
-        has_own = self.policy.masters == "kept" and self.policy.grad_dtype is not torch.float32
-        self.grad_dtype = self.policy.grad_dtype if has_own else None
         # float32, 0-dim: the gradients of the newest backward pass are not finite.
         self.found_inf = torch.zeros((), device=forward_context.device)
         # Id of a parameter -> the gradient at which the newest pass has looked, and its version.
         self.looked_at: dict[int, tuple[weakref.ref[Tensor], int]] = {}
-        self.audit = Audit(forward_context)
         self.fed = 0  # number of the newest pass in which a gradient has left it at its inputs
         self.has_gradients = False  # a pass has reached it since its last step
         # Largest magnitude of a gradient since its last step, for a loss scale that asks for it.
@@ -106,21 +109,36 @@ class Backward(ABC):
         # same in all processes.
         self.updated_by: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
 
-    @abstractmethod
-    def largest_of_all(self, values: Tensor) -> Tensor:
-        """Return the largest of each number over all processes that train it."""
+    def compute_in(self, forward_context: ForwardContext) -> None:
+        """Take the mode of a context."""
+        self.forward_context, self.policy = forward_context, forward_context.policy
+        # None if that of `.grad`: FP32, or without masters what the optimizer has chosen.
+        has_own = self.policy.masters == "kept" and self.policy.grad_dtype is not torch.float32
+        self.grad_dtype = self.policy.grad_dtype if has_own else None
+        self.audit = Audit(forward_context)
 
     @abstractmethod
     def parameters(self) -> list[Tensor]:
         """Return its parameters as optimizers hold them, with their gradients after a pass."""
 
-    @abstractmethod
     def end_step(self, found_inf: Tensor | None) -> None:
         """End an update; if it was skipped, restore the statistics from before its calls."""
+        if self.guard is not None and self._guards_step:
+            self.guard.restore_where(found_inf)
+        self._guards_step = self.has_gradients = False
+        self.partners.clear()
 
-    @abstractmethod
     def roll(self) -> None:
         """End an update of delayed scaling, once for all optimizers of an iteration."""
+        if self.delayed is not None and self._rolled_at != self.calls:
+            self._rolled_at = self.calls
+            self.delayed.roll(self.largest_of_all)
+
+    def largest_of_all(self, values: Tensor) -> Tensor:
+        if self.group is not None:
+            dist.all_reduce(values, dist.ReduceOp.MAX, group=self.group)
+        agree(values, self.parameters())
+        return values
 
     def on_pass(self, what: str) -> None:
         """Hear that a gradient of the pass that runs now goes through one of its nodes."""

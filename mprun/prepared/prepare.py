@@ -40,6 +40,7 @@ from mprun.precision.policy import (
     get_policy,
     pin_products,
     usual_scaler,
+    why_no_switch,
 )
 from mprun.precision.scaled_attention import refuse_hidden
 from mprun.precision.scaled_linear import chosen_layers
@@ -172,6 +173,55 @@ def prepare(
     for each in map(base_of, optimizers):
         take_over(each, scale)
     return model if optimizer is None else (model, optimizer)
+
+
+def switch(
+    model: nn.Module | Sequence[nn.Module], precision: str | PrecisionPolicy = "bf16_master"
+) -> None:
+    """Let a prepared model compute in another mode from the next call on, between two steps.
+
+    Weights (FP32 in both modes), BatchNorm's statistics, the optimizer with its state, the loss
+    scale and the numbers of random bits go on; overrides of modules stay. On several processes all
+    of them call it after the same step.
+
+    Args:
+        model: as it was given to `prepare`, or wrapped since; several in a list.
+        precision: name of a mode, or a policy.
+
+    Raises:
+        ValueError: The model is not prepared, or cannot go on in this mode.
+    """
+    policy = get_policy(precision) if isinstance(precision, str) else precision
+    if not isinstance(policy, PrecisionPolicy):
+        raise ValueError(f"precision={precision!r}: must be the name of a mode, or a policy")
+    given = _listed("model", model, nn.Module)
+    inner = {_inside(one) for one in given}
+    found = sorted((own for own in passes.alive if own.roots & inner), key=lambda own: own.number)
+    if not inner <= {root for own in found for root in own.roots} or not all(
+        own.model in inner or own.roots - {own.model} <= inner for own in found
+    ):
+        raise ValueError(
+            "model: is not one that was given to mprun.prepare; of models that share a part, give "
+            "all together"
+        )
+    usual = usual_scaler(policy.name) if isinstance(precision, str) else "none"
+    for own in found:
+        context, reason = own.forward_context, why_no_switch(own.policy, policy)
+        if usual != "none" and own.scale is None:
+            reason = f"needs a loss scale, which goes on; mprun.prepare(..., scaler={usual!r})"
+        if reason is not None:
+            raise ValueError(f"precision={policy.name!r}: {reason}")
+        _check([(own.model, own.overrides)], policy, context.device, context.native)
+    pin_products(policy.fp32_math)
+    dtypes = [dtype for own in found for dtype in own.overrides.values()]
+    before = found[0].forward_context
+    context = ForwardContext(policy, before.device, native=before.native, overrides=dtypes)
+    for own in found:
+        own.switch(context)
+        if own.stays is not None and (not are_several() or get_rank() == 0):
+            print(f"mprun: {own.stays}", file=sys.stderr)
+    for part in {part for one in given for part in one.modules()}:
+        look_again(part)
 
 
 def _scale_of(scaler: str | LossScale, device: torch.device) -> LossScale:

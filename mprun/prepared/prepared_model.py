@@ -26,7 +26,6 @@ from torch import Tensor, is_autocast_enabled, is_grad_enabled, nn
 from mprun.precision.audit import is_due
 from mprun.precision.batch_statistics import BatchNormGuard
 from mprun.precision.casting import in_fp32
-from mprun.precision.delayed_scaling import DelayedScaling
 from mprun.precision.emulation import Losses
 from mprun.precision.forward_context import ForwardContext
 from mprun.precision.loss_scale import LossScale
@@ -35,7 +34,7 @@ from mprun.precision.policy import ieee_fp32
 from mprun.precision.recurrent import own_recurrent
 from mprun.precision.torch_update import is_granted
 from mprun.prepared import passes
-from mprun.prepared.border import Border, Forward, Watched, has_hooks
+from mprun.prepared.border import OWN, Border, Forward, Watched, has_hooks
 from mprun.prepared.compiled import Compiled, taken_by
 from mprun.prepared.containers import each_tensor
 from mprun.prepared.copies import plain_state, prepared_copy
@@ -45,7 +44,6 @@ from mprun.prepared.mixed_operands import MixedOperands
 from mprun.prepared.modules import entries, put_in_mode, refuse_changed, refuse_moved
 from mprun.prepared.passes import Backward
 from mprun.prepared.shards import (
-    agree,
     gathered_together,
     keeps_half,
     parameters_between_calls,
@@ -78,7 +76,7 @@ class PreparedModel(Backward):
     """
 
     built = 0  # number of builds, including rebuilds
-    evaluates_in_mode, _widens = False, True
+    evaluates_in_mode, _widens, _has_drawn = False, True, False
 
     def __init__(
         self,
@@ -92,61 +90,86 @@ class PreparedModel(Backward):
         seed: int | None = None,
     ):
         super().__init__(forward_context, loss_scale)
-        self.model, self.overrides, policy = model, dict(overrides), self.policy
-        self._roots = {model, *called_in("", model).values()}  # that scripts call, and copy
+        self.model, self.overrides = model, dict(overrides)
+        self.roots = {model, *called_in("", model).values()}  # that scripts call, and copy
         self.of_run, self.key, self.seed = of_run, key, seed
-        in_16_bits = bool(forward_context.half_dtypes)  # of the mode, or of an override
-        changes = in_16_bits or policy.matmul is not None
-        changes = changes or self.grad_dtype is not None
-        self.is_plain = not changes and self.scale is None  # it computes as without the mode
-        self._is_untouched = self.is_plain and policy.fp32_math == "ieee"
-        # True if activations are in 16 bits without autocast.
-        casts = policy.autocast_dtype is None and in_16_bits
-        self.tensors = Tensors(self, model, rounds=casts and policy.master_dtype is not None)
-        # What serves code in forward that was written for FP32; None: it meets nothing else.
-        meets = self.scale is not None or in_16_bits
-        self.mixed = MixedOperands(self, model) if meets else None
-        narrow = policy.param_dtype if policy.param_dtype.itemsize == 2 else None
-        self.border = Border(self, model, narrow)
-        self.stores_half = keeps_half(policy)
-        self.audit.written, self.audit.left = self.tensors.written, self.border.left
-        if self.mixed is not None:
-            self.audit.rounded = self.mixed.places
-        self.exact = ExactNumbers(model)
-        self.audit.destroyed = self.exact.places
+        self.tensors, self.exact = Tensors(self, model), ExactNumbers(model)
         self.number = PreparedModel.built  # in the order in which models were prepared
-        self._guards_step = self._audits = False
+        self._audits = False
         self._parameters: list[Tensor] = []
         self._shards: list[Tensor] = []  # of a sharded model, as its optimizers hold them
         self.state = Forward.OUTSIDE
         self._compiler: Any = None  # what compiles the frames of the caller
         self._compiled = Compiled()
-        self._losses: Losses | None = None
-        if casts and forward_context.emulations:
-            for emulation in forward_context.emulations:  # which sees every function anyway
-                emulation.functions.loss_dtype = policy.loss_dtype
-        elif casts:
-            self._losses = Losses(policy.loss_dtype)
-        self._draws = policy.draws and not of_run  # its calls have numbers, which are given here
-        if self._draws:
-            Draws.begin(forward_context.device)
-        self.delayed: DelayedScaling | None = None
-        self.guard: BatchNormGuard | None = None
-        self._rolled_at = 0  # calls at its last roll
         self._first = next(model.parameters())
         if of_run:  # also in FP32: a run can repeat its dropout masks, and no step waits for them
             own_recurrent(model)
+        self._take_mode()
         self._build()
         self.dtype = self._first.dtype  # as seen from outside
         passes.alive.add(self)
         weakref.finalize(self, passes.leave_torch).atexit = False
+
+    def switch(self, forward_context: ForwardContext) -> None:
+        """Compute in another mode from the next call on; both keep FP32 masters.
+
+        Weights, statistics and loss scale stay as they are, and so do the numbers by which random
+        bits are drawn. Calls and products count anew, and are watched as at the start.
+        """
+        if self.state != Forward.OUTSIDE or graph_task() != -1:
+            raise RuntimeError("a model changes its mode between two steps, not within a call")
+        before, guard = self.audit.result(), self.guard
+        self.compute_in(forward_context)
+        self.audit.before = before
+        for part in self.model.modules():
+            for name in OWN[1:]:
+                part.__dict__.pop(name, None)
+        passes.due.discard(self)
+        self.tensors.forget()
+        self._take_mode()
+        self._build()
+        self.guard = guard or self.guard  # it holds the statistics themselves
+        for steps in [*self.updated_by]:
+            steps.begin_mode()
+
+    def _take_mode(self) -> None:
+        """Set what calls need in the mode of `forward_context`."""
+        policy, context = self.policy, self.forward_context
+        in_16_bits = bool(context.half_dtypes)  # of the mode, or of an override
+        changes = in_16_bits or policy.matmul is not None or self.grad_dtype is not None
+        self.is_plain = not changes and self.scale is None  # it computes as without the mode
+        self._is_untouched = self.is_plain and policy.fp32_math == "ieee"
+        # True if activations are in 16 bits without autocast.
+        casts = policy.autocast_dtype is None and in_16_bits
+        self.tensors.set_mode(rounds=casts and policy.master_dtype is not None)
+        meets = self.scale is not None or in_16_bits
+        # What serves code in forward that was written for FP32; None: it meets nothing else.
+        self.mixed = MixedOperands(self, self.model) if meets else None
+        narrow = policy.param_dtype if policy.param_dtype.itemsize == 2 else None
+        self.border = Border(self, self.model, narrow)
+        self.stores_half = keeps_half(policy)
+        self.audit.written, self.audit.left = self.tensors.written, self.border.left
+        if self.mixed is not None:
+            self.audit.rounded = self.mixed.places
+        self.audit.destroyed = self.exact.places
+        self._losses: Losses | None = None
+        if casts and context.emulations:
+            for emulation in context.emulations:  # which sees every function anyway
+                emulation.functions.loss_dtype = policy.loss_dtype
+        elif casts:
+            self._losses = Losses(policy.loss_dtype)
+        self._draws = policy.draws and not self.of_run  # calls have numbers, which are given here
+        if self._draws and not self._has_drawn:
+            self._has_drawn = True
+            Draws.begin(context.device, self)
+        self.calls = self._rolled_at = 0
 
     def _build(self) -> None:
         """Put the modules into the mode and intercept their calls; again after some were added."""
         before, changes = self.delayed, not self.is_plain
         made = put_in_mode(self.model, self.forward_context, self.overrides, self.key, changes)
         self.delayed, self.tensors.parts, self.stays = made.delayed, made.parts, made.stays
-        if self.delayed is not None and before is not None:
+        if self.delayed is not None and before is not None and before.is_like(self.delayed):
             self.delayed.take_over(before.state_dict())
         self._find_shards()
         kind = Watched if self._is_untouched else Forward
@@ -155,7 +178,7 @@ class PreparedModel(Backward):
             forward = module.__dict__["forward"] = kind(self, module, made.plain[module], inside)
             module.__dict__["__getstate__"] = partial(plain_state, forward)
             module.__dict__[REPLICATE] = refuse_replica
-        for root in self._roots:
+        for root in self.roots:
             root.__dict__["__deepcopy__"] = partial(prepared_copy, self, root)
         if self.scale is not None:
             self.guard = BatchNormGuard(self.model)
@@ -401,27 +424,6 @@ class PreparedModel(Backward):
     def _widened(self, tensor: Tensor) -> Tensor:
         # A state created like the parameters, such as an LSTM's, has their 16-bit dtype.
         return tensor.float() if tensor.dtype is self.policy.param_dtype else tensor
-
-    # Steps
-
-    def end_step(self, found_inf: Tensor | None) -> None:
-        """End an update; if it was skipped, restore the statistics from before its calls."""
-        if self.guard is not None and self._guards_step:
-            self.guard.restore_where(found_inf)
-        self._guards_step = self.has_gradients = False
-        self.partners.clear()
-
-    def roll(self) -> None:
-        """End an update of delayed scaling, once for all optimizers of an iteration."""
-        if self.delayed is not None and self._rolled_at != self.calls:
-            self._rolled_at = self.calls
-            self.delayed.roll(self.largest_of_all)
-
-    def largest_of_all(self, values: Tensor) -> Tensor:
-        if self.group is not None:
-            dist.all_reduce(values, dist.ReduceOp.MAX, group=self.group)
-        agree(values, self.parameters())
-        return values
 
     # Refusals
 

@@ -60,6 +60,7 @@ class OptimizerSteps:
         self.models: list[PreparedModel] = []
         self.steps = 0
         self._is_checked = self._has_warned = False
+        self._first = FIRST  # the last step after which the mode has to have shown itself
         self.last: Update | None = None
         self._frame: FrameType | None = None  # frame of the step that runs
         self._is_own_step = False  # taken here, not by the script
@@ -209,6 +210,11 @@ class OptimizerSteps:
                     warnings.warn(f"{type(self.optimizer).__name__} {why}", stacklevel=2)
                     return
 
+    def begin_mode(self) -> None:
+        """Hear that a model enters another mode, which has to show itself in the next steps."""
+        self._is_checked, self._first = False, self.steps + FIRST
+        self.refresh()
+
     def __reduce__(self) -> Any:
         """Pickle or copy as None: the copy begins anew."""
         return type(None), ()
@@ -273,7 +279,7 @@ class OptimizerSteps:
             self.last = self._untouched
         else:
             self._after()
-        if not self._is_checked and self.steps <= FIRST:
+        if not self._is_checked and self.steps <= self._first:
             for model in self._concerned:
                 if model.calls and (note := model.audit.check_happened()) is not None:
                     warnings.warn(note, stacklevel=2)

@@ -58,13 +58,15 @@ class Tensors:
     Args:
         owner: owner of the nodes.
         model: it has the modules, whose names records show.
+
+    Attributes:
         rounds: the mode computes in 16 bits with copies of FP32 parameters.
+        changes: any tensor gets a stand-in.
     """
 
-    def __init__(self, owner: Owner, model: nn.Module, rounds: bool):
-        self.owner, self.model, self.rounds = owner, model, rounds
-        # Whether any tensor gets a stand-in.
-        self.changes = rounds or owner.scale is not None or owner.grad_dtype is not None
+    def __init__(self, owner: Owner, model: nn.Module):
+        self.owner, self.model = owner, model
+        self.rounds = self.changes = False
         self.parts: list[Part] = []  # modules, dtypes in which they compute, their children
         # Of a sharded model: module -> the parts that are there in its call.
         self.shards: dict[nn.Module, list[Part]] = {}
@@ -73,6 +75,11 @@ class Tensors:
         self._cache: dict[Key, tuple[tuple[int, int], Tensor, Tensor]] = {}
         self._moving: set[tuple[int, str]] = set()  # places that calls write to
         self._watchers: dict[int, OrderedDict[int, Callable[[Tensor], None]]] = {}
+
+    def set_mode(self, rounds: bool) -> None:
+        """Take the mode that the owner has now."""
+        self.rounds = rounds
+        self.changes = rounds or self.owner.scale is not None or self.owner.grad_dtype is not None
 
     def dtypes(self) -> dict[int, torch.dtype]:
         """Return id of each parameter -> dtype in which the mode computes with it."""

@@ -235,6 +235,10 @@ IN_THE_LOOP = {
     "`torch.export` of 16-bit weights": [
         lambda: torch.export.export(prepared("fp16_naive")[0].eval(), (ONES,))
     ],
+    "`mprun.switch` to or from weights without masters": [
+        lambda: mprun.switch(prepared("bf16_stochastic")[0], "fp32"),
+        lambda: mprun.switch(prepared("fp32")[0], "fp16_naive"),
+    ],
     "`mprun.state_of` an optimizer of something else": [lambda: mprun.state_of(sgd(linear()))],
 }
 
