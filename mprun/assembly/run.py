@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 
 import torch
@@ -12,7 +13,8 @@ from mprun.assembly.precision import policy_from
 from mprun.assembly.task import build_task, uses_channels_last
 from mprun.config.execution_rules import refuse_on, why_no_graph, why_not_measured
 from mprun.config.registry import kind_of
-from mprun.config.schema import MAX_STEPS, OptimConfig, RunConfig
+from mprun.config.schema import MAX_STEPS, OptimConfig, PrecisionConfig, RunConfig
+from mprun.config.switches import in_mode, modes_in_turn, steps_before, told
 from mprun.data import DataError
 from mprun.data.source import DamagedData, Source
 from mprun.distributed.ranks import ALONE, Ranks
@@ -21,8 +23,15 @@ from mprun.execution.compiled_step import Compilation, CompiledIfFaster, Compile
 from mprun.execution.cuda_graph import CudaRecorder, why_not_captured
 from mprun.execution.graphed_step import DRAWS, GraphedStep
 from mprun.execution.step_clock import HostBound
-from mprun.execution.step_runner import LearningRate, Schedule, StepRunner
+from mprun.execution.step_runner import (
+    Execution,
+    InForce,
+    LearningRate,
+    Schedule,
+    StepRunner,
+)
 from mprun.precision import DTYPES, ForwardContext, PrecisionPolicy, why_no_lstm, why_unsupported
+from mprun.precision.policy import pin_products, why_no_switch
 from mprun.tasks import Task
 
 
@@ -32,12 +41,20 @@ class Built:
 
     task: Task
     data: Source
-    policy: PrecisionPolicy
-    forward_context: ForwardContext
     device: torch.device
     steps: int
     rate: LearningRate
     stepper: StepRunner
+
+    @property
+    def policy(self) -> PrecisionPolicy:
+        """Return that of the mode in force."""
+        return self.task.policy
+
+    @property
+    def forward_context(self) -> ForwardContext:
+        """Return that of the mode in force."""
+        return self.task.forward_context
 
 
 def build(config: RunConfig, device: torch.device, ranks: Ranks = ALONE) -> Built:
@@ -49,10 +66,7 @@ def build(config: RunConfig, device: torch.device, ranks: Ranks = ALONE) -> Buil
         ranks: those of which this process is one; a single one takes every micro-batch itself,
             regardless of `devices`.
     """
-    policy = policy_from(config.precision)
-    overrides = [DTYPES[name] for name in config.precision.overrides.values()]
-    native = config.cpu_half == "native"
-    _check_device(config, policy, device, overrides)
+    contexts = _contexts(config, device)
     try:
         data = build_data(config.data, config.seed, device)
     except DamagedData:
@@ -62,9 +76,8 @@ def build(config: RunConfig, device: torch.device, ranks: Ranks = ALONE) -> Buil
     except ValueError as error:
         # A constructor's None is null in a configuration.
         raise BadInput(f"data.{error}".replace("None", "null")) from error
-    forward_context = ForwardContext(policy, device, native=native, overrides=overrides)
     try:
-        task = build_task(config, data, forward_context, ranks)
+        task = build_task(config, data, contexts[0], ranks)
     except DamagedData:
         raise
     except ValueError as error:
@@ -83,8 +96,31 @@ def build(config: RunConfig, device: torch.device, ranks: Ranks = ALONE) -> Buil
             raise BadInput(f"train.epochs={epochs}: {steps} steps, at most {MAX_STEPS} are allowed")
     lr = schedule_of(config.optim, steps, task.steps_per_epoch)
     rate = LearningRate(lr, [*task.learners.values()], device)
-    stepper = build_step_runner(config, task, rate, device, steps)
-    return Built(task, data, policy, forward_context, device, steps, rate, stepper)
+    stepper = build_step_runner(config, task, rate, device, steps, contexts)
+    _try_later(task, contexts)
+    return Built(task, data, device, steps, rate, stepper)
+
+
+def _contexts(config: RunConfig, device: torch.device) -> list[ForwardContext]:
+    """Return the context of each mode of a run in turn; BadInput if it cannot have one of them."""
+    overrides = [DTYPES[name] for name in config.precision.overrides.values()]
+    native, found = config.cpu_half == "native", list[ForwardContext]()
+    for precision in modes_in_turn(config.precision):
+        policy = policy_from(precision)
+        _check_device(in_mode(config, precision), policy, device, overrides)
+        if found and (reason := why_no_switch(found[-1].policy, policy)) is not None:
+            raise BadInput(f"precision.switch: to={policy.name}: {reason}")
+        found.append(ForwardContext(policy, device, native=native, overrides=overrides))
+    return found
+
+
+def _try_later(task: Task, contexts: Sequence[ForwardContext]) -> None:
+    """Let the task enter each later mode once, and the first again, before anything is written."""
+    for context in (*contexts[1:], *contexts[: len(contexts) > 1]):
+        try:
+            task.switch(context)
+        except ValueError as error:
+            raise BadInput(f"precision.switch: to={context.policy.name}: {error}") from error
 
 
 def _check_device(
@@ -114,13 +150,45 @@ def schedule_of(optim: OptimConfig, steps: int, steps_per_epoch: int) -> list[fl
 
 
 def build_step_runner(
-    config: RunConfig, task: Task, rate: LearningRate, device: torch.device, steps: int
+    config: RunConfig,
+    task: Task,
+    rate: LearningRate,
+    device: torch.device,
+    steps: int,
+    contexts: Sequence[ForwardContext] = (),
 ) -> StepRunner:
     """Build the step runner of a new task; BadInput for a setting impossible on `device`.
 
-    steps: the length of the run.
+    steps: the length of the run. contexts: of its modes in turn, if it switches to others.
     """
     refuse_on(config, device.type)
+    modes = modes_in_turn(config.precision)
+    first = _execution(in_mode(config, modes[0]), task, rate, device, steps)
+    stream = None if first.graph is None else first.graph.recorder.stream
+
+    def entered(precision: PrecisionConfig, context: ForwardContext) -> Execution:
+        pin_products(precision.fp32_math)
+        task.switch(context)
+        return _execution(in_mode(config, precision), task, rate, device, steps, stream)
+
+    after = [0, *steps_before(config.precision.switch, steps)]
+    names = [modes[0].name, *(name for name, _ in told(config.precision))]
+    in_turn = [
+        InForce(step, name, partial(entered, precision, context))
+        for step, name, precision, context in zip(after, names, modes, contexts, strict=False)
+    ]
+    return StepRunner(task, rate, device, **first._asdict(), stream=stream, modes=in_turn)
+
+
+def _execution(
+    config: RunConfig,
+    task: Task,
+    rate: LearningRate,
+    device: torch.device,
+    steps: int,
+    stream: torch.cuda.Stream | None = None,
+) -> Execution:
+    """Return what takes the steps of the mode that the task is in; stream: of earlier graphs."""
     settings = _settings(config, device)
     wanted, reason = config.train.cuda_graph, "train.cuda_graph=off"
     if wanted != "off":
@@ -131,21 +199,18 @@ def build_step_runner(
             raise BadInput(f"train.cuda_graph=on: {why} (allowed here: auto, off)")
         reason = why or ""
     compiled, settings["compile"] = _compiled(config, task, device, steps)
-    graph, stream = None, None
+    graph = None
     if reason:
         settings["cuda_graph"] = f"off: {reason}"
     else:
-        stream = torch.cuda.Stream(device)
         graph = GraphedStep(
             task,
-            CudaRecorder(device, stream),
+            CudaRecorder(device, stream or torch.cuda.Stream(device)),
             required=wanted == "on",
             clock=None if wanted == "on" else HostBound(device),
             zero_state=config.model.component.zero_state,
         )
-    return StepRunner(
-        task, rate, device, graph=graph, compiled=compiled, stream=stream, settings=settings
-    )
+    return Execution(graph, compiled, settings)
 
 
 def _draws(config: RunConfig, task: Task) -> bool:

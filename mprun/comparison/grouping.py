@@ -33,6 +33,7 @@ _FP32: dict[str, Any] = {f"precision.{key}": "fp32" for key in _DTYPES} | {
     "precision.autocast_dtype": None,
     "precision.fp32_math": "ieee",
     "precision.overrides": {},
+    "precision.switch": [],
     "precision.reduce_dtype": None,
     "precision.matmul.input": None,
     "precision.attention.format": None,

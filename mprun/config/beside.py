@@ -1,6 +1,7 @@
-"""The options of what goes on beside the training: measurements, and ranks that wait."""
+"""The options of what goes on beside the training: measurements, ranks that wait, other modes."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from mprun.config.fields import count, from_zero, one_of, positive, setting
 
@@ -35,3 +36,15 @@ class DistConfig:
     )
     bucket_mb: float = positive(25.0, "MiB of gradients that are summed at a time", at_most=4096.0)
     timeout_s: float = positive(100.0, "Seconds that a rank waits for the others", at_most=86_400.0)
+
+
+@dataclass(slots=True)
+class SwitchConfig:
+    """A switch to another mode within a run; `mprun.config.switches` checks it.
+
+    at: a share of the steps, above 0 and below 1, or the number of steps before it. to: a mode, or
+    values of the mode before that change; resolved, all values of the mode.
+    """
+
+    at: Any
+    to: Any

@@ -33,7 +33,7 @@ from omegaconf.errors import (
 )
 from yaml import YAMLError
 
-from mprun.config import trust
+from mprun.config import switches, trust
 from mprun.config.broken_files import files_of
 from mprun.config.components import COMPONENTS
 from mprun.config.keys import FIELDS, current, role_of, wanted
@@ -265,11 +265,14 @@ def compose_config(
     elif given == {"train.steps"}:
         config.train.epochs = None
     _fill_compare(config)
+    switches.resolve(config, modes(config_dir))
     check(config, files=files)
     if (baseline := config.compare.baseline) not in (known := modes(config_dir)):
         raise BadInput(f"compare.baseline={baseline}: {must_be(baseline, known, 'precision')}")
     mode = known[config.precision.name]
-    return Composed(config, choices, overrides, mode.label(config.precision), mode.scaler)
+    later = map(" ".join, switches.told(config.precision))
+    label = ", ".join([mode.label(config.precision), *later])
+    return Composed(config, choices, overrides, label, mode.scaler)
 
 
 def option_values(group: str, option: str, config_dir: str | None = None) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from typing import Any, cast, get_args
 
 from omegaconf import MISSING
 
+from mprun.config.beside import SwitchConfig
 from mprun.config.components import COMPONENTS, NETWORKS  # all of them, which the schema needs
 from mprun.config.fields import allowed, meaning_of
 from mprun.config.option_files import modes, option_files, what_it_is
@@ -85,6 +86,7 @@ def _meaning(field: dataclasses.Field) -> Meaning:
 
 _KINDS = {bool: "true or false", int: "whole number", float: "number", str: "text"}
 _KINDS |= {list[str]: "list of texts", list[float]: "list of numbers"}
+_KINDS[list[SwitchConfig]] = "list of {at: NUMBER, to: MODE}"
 
 
 def _kind(annotation: Any) -> str:

@@ -77,7 +77,7 @@ def what_it_is(path: Path) -> str:
 def mode_values(config: PrecisionConfig) -> dict[str, Any]:
     """Return the values that make a mode, by dotted key: all but those that a single run adds."""
     values = asdict(config)
-    del values["name"], values["overrides"]
+    del values["name"], values["overrides"], values["switch"]
     return flat(values)
 
 

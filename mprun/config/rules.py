@@ -18,6 +18,7 @@ from mprun.config.keys import wanted
 from mprun.config.option_files import named
 from mprun.config.registry import kind_of, readers_of
 from mprun.config.schema import DTYPES, RunConfig
+from mprun.config.switches import in_mode, modes_in_turn, of_switches
 from mprun.config.trust import check_own_code
 from mprun.errors import BadInput, no_folder, shortened
 from mprun.record.metric_facts import with_judged
@@ -33,14 +34,24 @@ def check(config: RunConfig, *, files: bool = True) -> None:
     rules = (
         violations,
         *(_names, _data_fits_model, of_ranks, _optim, _scaler, of_mode, _length, _compare),
-        *(_numerics, _of_components),
-        lambda config: of_execution(config, config.device),
-        check_own_code,
+        *(_numerics, _of_components, _execution, of_switches, _later_modes, check_own_code),
         lambda config: _data(config, files),
     )
     for rule in rules:
         for line in rule(config):
             raise BadInput(line)
+
+
+def _execution(config: RunConfig) -> Iterator[str]:
+    yield from of_execution(config, config.device)
+
+
+def _later_modes(config: RunConfig) -> Iterator[str]:
+    """Yield what the modes that a run switches to cannot compute."""
+    for later in modes_in_turn(config.precision)[1:]:
+        own = in_mode(config, later)
+        for rule in (violations, of_ranks, _optim, of_mode, _execution):
+            yield from (f"precision.switch: to={later.name}: {line}" for line in rule(own))
 
 
 def _names(config: RunConfig) -> Iterator[str]:

@@ -14,7 +14,7 @@ from typing import ClassVar
 
 from omegaconf import MISSING
 
-from mprun.config.beside import DistConfig, NumericsConfig
+from mprun.config.beside import DistConfig, NumericsConfig, SwitchConfig
 from mprun.config.fields import (
     count,
     fraction,
@@ -188,6 +188,9 @@ class PrecisionConfig:
     update: UpdateConfig = setting(UpdateConfig, "Store of weights and optimizer state")
     overrides: dict[str, str] = setting(
         dict, "Module-name pattern: dtype of these modules, as precision.overrides.fc=fp32"
+    )
+    switch: list[SwitchConfig] = setting(
+        list, "Later modes, [{at: 0.85, to: MODE}]; at: share of the run, or step; []: one mode"
     )
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -136,6 +136,25 @@ class LearningRate:
 _Take = Callable[[int, bool], dict[str, Tensor]]
 
 
+class Execution(NamedTuple):
+    """What takes the steps of one mode; arguments of `StepRunner`."""
+
+    graph: GraphedStep | None
+    compiled: CompiledStep | None
+    settings: Mapping[str, str]
+
+
+class InForce(NamedTuple):
+    """A mode of a run whose mode changes.
+
+    after: steps before it. enter: lets the task train in it; returns what takes its steps.
+    """
+
+    after: int
+    name: str
+    enter: Callable[[], Execution]
+
+
 class StepRunner:
     """Take training steps of `task`; each step computes the same as `task.train_step`.
 
@@ -144,9 +163,11 @@ class StepRunner:
         stream: the stream that captures graphs; None without graphs.
         settings: choices made beforehand, for the record: "cuda_graph" and "compile" (why they are
             off, if `graph` or `compiled` is None), "channels_last" and "autotune".
+        modes: those of a run whose mode changes, in order, the first with `after` 0.
 
-    The first step is eager and uncompiled, so that it can be watched operation by operation. A
-    graph is captured some steps after networks are compiled, or are known to stay eager.
+    The first step of each mode is eager and uncompiled, so that it can be watched operation by
+    operation. A graph is captured some steps after networks are compiled, or are known to stay
+    eager.
     """
 
     def __init__(
@@ -159,21 +180,47 @@ class StepRunner:
         compiled: CompiledStep | None = None,
         stream: torch.cuda.Stream | None = None,
         settings: Mapping[str, str] = MappingProxyType({}),
+        modes: Sequence[InForce] = (),
     ):
         self.task, self.rate, self.graph, self.compiled = task, rate, graph, compiled
         self.stream, self.settings = stream, dict(settings)
         self.taken = 0
         # Steps with a skipped update so far; counted on the device.
         self.skipped = torch.zeros((), dtype=torch.int64, device=device)
-        parameters = {
+        self._parameters = {
             f"{label}.{name}": parameter
             for label, learner in task.learners.items()
             for name, parameter in learner.model.named_parameters()
         }
         # It does not see compiled and replayed steps, which run no single operations.
-        self.audit = Audit(task.forward_context, parameters)
+        self.audit = Audit(task.forward_context, self._parameters)
         self._watched_at = 1  # the number of the next step that the audit watches
         self.note: str | None = None  # what the audit has to say after the first step
+        self.modes = [*modes]
+        self._present = self._newest = 0  # places in `modes`
+
+    def entered_by(self, step: int) -> dict[str, str]:
+        """Return first step and name of each later mode in which steps up to `step` were taken."""
+        return {str(one.after + 1): one.name for one in self.modes[1:] if one.after < step}
+
+    def follow(self, index: int) -> InForce | None:
+        """Enter the mode of step `index` (from 0), also an earlier one; return it if it changes."""
+        place = max(0, sum(mode.after <= index for mode in self.modes) - 1)
+        if place == self._present:
+            return None
+        before, audit = self.task.forward_context, self.audit
+        if self.compiled is not None:
+            self.compiled.compilation.undo()
+        self._present = place
+        self.graph, self.compiled, settings = self.modes[place].enter()
+        self.settings = {**settings, "channels_last": self.settings["channels_last"]}
+        context = self.task.forward_context
+        if place > self._newest:
+            self._newest, context.earlier = place, before.rerouted()
+        self.audit, self.note = Audit(context, self._parameters), None
+        self.audit.before = audit.result()
+        self.taken, self._watched_at = 0, 1
+        return self.modes[place]
 
     def step(self, index: int, measure: bool = False) -> dict[str, Tensor]:
         """Set the rate, take step `index` (from 0), count a skipped update; no synchronisation.
@@ -185,6 +232,7 @@ class StepRunner:
             MprunError: the data source raised it, or the step contradicts the mode, of which the
                 first step has to show something.
         """
+        self.follow(index)
         self.taken += 1
         watched = self.taken == self._watched_at
         if watched:
@@ -202,6 +250,7 @@ class StepRunner:
 
     def eager_step(self, index: int, measure: bool = False) -> dict[str, Tensor]:
         """Take the step by the task alone: no compilation, no replay."""
+        self.follow(index)
         return self._advance(self.task.train_step, index, measure)
 
     def _advance(self, take: _Take, index: int, measure: bool) -> dict[str, Tensor]:

@@ -138,6 +138,11 @@ class FailureKeeper:
         reason = f"a copy of the state takes {size / 2**20:.0f} MiB, more than is spared"
         self.reason = reason if size > room else None
 
+    def begin_anew(self) -> None:
+        """Drop the copy, which is of another mode, and take one as soon as it may be taken."""
+        self._unsettled, self._due = None, 0.0
+        self.snapshot = Snapshot(self.built.task, self.built.device)
+
     def keep(self, step: int, skipped: int, *, healthy: bool = True) -> None:
         """Copy the state after `step` steps if it is time; call it where the loop waits.
 
@@ -223,6 +228,7 @@ class FailureKeeper:
     def _rewind(self, found: Kept) -> tuple[str, list[StepRow]]:
         """Train up to the bad step and keep the state before it; return kind and trained steps."""
         task, kept, kind, rows = self.built.task, self.snapshot, found.kind, []
+        self.built.stepper.follow((kept.step or 0) - 1)
         kept.restore()
         steps = Steps(self.built, kept.step or 0, kept.skipped)
         while steps.step < found.step:
@@ -280,6 +286,7 @@ def _started(directory: Path, plain: dict, build, last: int) -> tuple[Any, int, 
     found = checkpoint.load_newest(directory / "checkpoints", torch.device("cpu"))
     if found is None:
         return built, 0, 0
+    built.stepper.follow(found.step - 1)
     built.task.load_state_dict(found.state["task"])
     if found.step < last and all_finite(weights(built.task).values()):
         restore_random_states(found.state["random"], built.device)

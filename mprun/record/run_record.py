@@ -140,6 +140,7 @@ class RunRecord(TypedDict, total=False):
     launched_by: list[str]  # by which torchrun, as `rank_info.launched_by` names it
     last_step: _Count
     skipped: _Count
+    switched: dict[str, str]  # first step -> the mode that the run switched to
     bad_batches: dict[str, str]  # step -> what in its batch is not finite
     updates: _Count
     metrics: dict[str, MetricRecord]
@@ -229,6 +230,14 @@ class Record(dict[str, Any]):
         if "first_checkpoint" not in self:
             self["first_checkpoint"] = step
             write_json(self.directory / "run.json", self)
+
+    def switched(self, step: int, mode: str, **fields: Any) -> None:
+        """Note that the run trains in another mode from `step` on; fields: that change with it."""
+        self["switched"] = self.get("switched", {}) | {str(step): mode}
+        self.update(fields)
+        if "config" in fields:
+            write_config(self.directory, fields["config"])
+        write_json(self.directory / "run.json", self)
 
     def reopen(self) -> None:
         """Take the seal off, before a further attempt changes the first of the sealed files."""

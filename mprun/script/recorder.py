@@ -22,7 +22,7 @@ from mprun.numerics.failure import FailureKeeper, report_failure
 from mprun.numerics.post_mortem import StepRow, bad_losses
 from mprun.numerics.probing import Probing
 from mprun.precision import DTYPE_NAMES, LossScale
-from mprun.precision.policy import policy_values
+from mprun.precision.policy import PrecisionPolicy, policy_values
 from mprun.prepared.shards import local_of
 from mprun.record import memory
 from mprun.record.keys import commands, hash_fields
@@ -158,6 +158,20 @@ class Recorder:
             self._buffer.restart_clock()
         return found
 
+    def switched(self, step: int, policy: PrecisionPolicy) -> None:
+        """Note that `step` and those after it were taken in another mode, which is then a part of
+        the configuration; copies of the state are of that mode only."""
+        config, precision = self.record["config"], self.record["precision"]
+        now = {"at": step - 1, "to": {"name": policy.name, **policy_values(policy)}}
+        switches = [*config["precision"].get("switch", []), now]
+        config = config | {"precision": config["precision"] | {"switch": switches}}
+        mode = f"{precision['mode']}, {policy.name} after step {step - 1}"
+        told = {"config": config, "precision": precision | {"mode": mode}, **hash_fields(config)}
+        self.record.switched(step, policy.name, **told)
+        if self.keeper is not None:
+            self.keeper.begin_anew()
+            self.keeper.keep(step, self._buffer.host_skipped)
+
     def keep(self, step: int) -> None:
         """Keep a copy of the state if one is due and the last step was sound."""
         if self.keeper is None:
@@ -237,6 +251,7 @@ def configuration(
             "name": first.policy.name,
             **policy_values(first.policy),
             "overrides": {pattern: DTYPE_NAMES[dtype] for pattern, dtype in overrides},
+            "switch": [],
         },
         "scaler": _scaler(first.scaler_name, first.scale, len(task.loss_scales)),
     }

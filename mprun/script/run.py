@@ -130,6 +130,7 @@ class Run:
         if probe_every and task.is_sharded:
             raise ValueError(f"probe_every={probe_every}: shards (fully_shard) cannot be probed")
         self.metric, self.log_every, self.steps = metric, log_every, 0
+        self._policy = task.policy
         self.status = "running"
         self.cause: str | None = None
         self._final: dict[str, float] = {}
@@ -215,6 +216,10 @@ class Run:
             _refuse_reserved(_RESERVED & metrics.keys())
         found = self.task.ended(loss, metrics)
         self.steps += 1
+        if (policy := self.task.policy) != self._policy:  # by mprun.switch
+            self._policy = policy
+            if self._recorder is not None:
+                self._recorder.switched(self.steps, policy)
         is_due = self.steps % self.log_every == 0
         if self._recorder is None:
             if is_due:

@@ -21,7 +21,7 @@ from mprun.numerics.post_mortem import StepRow
 from mprun.numerics.probe import chosen_modules
 from mprun.numerics.probe_record import ProbeRecord
 from mprun.numerics.probing import Watched
-from mprun.precision import LossScale
+from mprun.precision import ForwardContext, LossScale, PrecisionPolicy
 from mprun.precision.audit import combined
 from mprun.prepared import OptimizerSteps, state_of
 from mprun.prepared.shards import is_shard
@@ -51,7 +51,6 @@ class ScriptTask:
         # The steps know them weakly, and a script may drop its own before the end of its run.
         self._optimizers = [steps.optimizer for steps in self.prepared.values()]
         self.first = next(iter(self.prepared.values()))
-        self.forward_context, self.policy = self.first.forward_context, self.first.policy
         self.device = self.forward_context.device
         self.learners = {n: Learner(steps.module, steps) for n, steps in self.prepared.items()}
         scales: dict[str, LossScale] = {}
@@ -64,6 +63,16 @@ class ScriptTask:
         self.metrics: dict[str, Tensor] = {}
         self.task, self.data = self, None
         self._steps = sum(optimizer.steps for optimizer in self.prepared.values())
+
+    @property
+    def forward_context(self) -> ForwardContext:
+        """Return that of the mode in force."""
+        return self.first.forward_context
+
+    @property
+    def policy(self) -> PrecisionPolicy:
+        """Return that of the mode in force."""
+        return self.first.policy
 
     @property
     def is_sharded(self) -> bool:

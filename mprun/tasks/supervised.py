@@ -185,6 +185,11 @@ class LanguageModel(Supervised):
             twin.hidden = tuple(part.detach().float() for part in self.hidden)
         return twin
 
+    def switch(self, forward_context: ForwardContext) -> None:
+        super().switch(forward_context)
+        if self.hidden is not None:  # a call takes it into the mode, as any input
+            self.hidden = tuple(part.float() for part in self.hidden)
+
     def load(self, step: int) -> Iterator[Tokens]:
         """Load this rank's micro-batches, consecutive pieces of the same streams."""
         for number in self.numbers:

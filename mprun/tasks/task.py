@@ -67,6 +67,13 @@ class Task(ABC):
         twin.learners, twin.loss_scales = {**learners}, {}
         return twin
 
+    def switch(self, forward_context: ForwardContext) -> None:
+        """Train in another mode from the next step on; everything else goes on."""
+        for learner in self.learners.values():
+            learner.prepared.switch(forward_context)
+        self.policy, self.forward_context = forward_context.policy, forward_context
+        self._draws = self.policy.draws
+
     @property
     def step(self) -> int:
         """Return the current one; the caller of `compute` sets it, before a replay too."""

@@ -11,7 +11,7 @@ from mprun.config.keys import FIELDS, current, is_as_hashed, role_of, wanted
 from mprun.config.overrides import MAPPING, assignment, mapping_of, parse_overrides
 from mprun.config.schema import RunConfig
 from mprun.config.trust import is_outside, vouched
-from mprun.errors import BadInput, Damaged, Untrusted, no_folder
+from mprun.errors import BadInput, Damaged, Untrusted, no_folder, shortened
 from mprun.record.keys import flat
 from mprun.record.run_directory import read_config
 from mprun.record.run_record import Record, of_another_version, read_record, refuse_older_state
@@ -57,10 +57,16 @@ def read(
 
 
 def check_length(config: RunConfig, record: Record, steps: int | None) -> None:
-    """Refuse another length if the rate depends on it; None: known once the data are loaded."""
+    """Refuse another length if rate or mode depend on it; None: known once the data are loaded."""
     schedule, before = config.optim.schedule, record["steps"]
-    if schedule != "constant" and steps not in (None, before):
+    if steps in (None, before):
+        return
+    if schedule != "constant":
         raise BadInput(f"train.steps={steps}: {not_longer(schedule, before, steps)}")
+    shares = [one.at for one in config.precision.switch if isinstance(one.at, float)]
+    if shares:
+        part = f"precision.switch has at={shares[0]}, a share of {before} steps"
+        raise BadInput(f"train.steps={steps}: {part}: no resume extends it; begin with a step")
 
 
 def run_directory(path: str) -> Path:
@@ -119,7 +125,7 @@ def _with_overrides(plain: dict, overrides: tuple[str, ...], choices: dict) -> d
         if value == own and isinstance(value, bool) == isinstance(own, bool):
             continue
         if not role_of(key).resumable:
-            kept = "its configuration" if own is parsed else assignment(key, own)
+            kept = "its configuration" if own is parsed else shortened(assignment(key, own), 120)
             raise BadInput(f"{override}: a resumed run keeps {kept} (allowed: {_allowed()})")
         group, _, field = key.rpartition(".")
         (plain.setdefault(group, {}) if group else plain)[field] = value

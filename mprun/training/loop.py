@@ -113,7 +113,8 @@ class MetricLogger(Records):
 class Loop:
     """The training of a built run from `start` on, recorded into `directory`.
 
-    checkpointed: called with the step of each checkpoint that was written.
+    checkpointed: called with the step of each checkpoint that was written. switched: called with
+    the first step in another mode, and that mode.
     """
 
     def __init__(
@@ -124,9 +125,11 @@ class Loop:
         interruption: Interruption,
         start: Start = BEGINNING,
         checkpointed: Callable[[int], None] = lambda step: None,
+        switched: Callable[[int, str], None] = lambda step, mode: None,
     ):
         self.built, self.config, self.directory, self.start = built, config, directory, start.step
         self.evaluate_first, self.checkpointed = start.evaluate_first, checkpointed
+        self.switched = switched
         self.interruption, self.ranks = interruption, built.task.ranks
         self.evaluates_every = config.train.evaluates_every(built.steps)
         built.stepper.skipped.fill_(start.skipped)
@@ -197,6 +200,9 @@ class Loop:
     def advance(self, index: int) -> None:
         """Take step `index` (from 0), probed if it is due, without waiting for the device."""
         self.heartbeat.beat()
+        if (entered := self.built.stepper.follow(index)) is not None:
+            self.switched(index + 1, entered.name)
+            self.logger.progress.note(f"precision {entered.name} from step {index + 1} on")
         take = self.built.stepper.step
         if index == self.start:
             take = partial(self._left_at_once, self._first_step)

@@ -66,7 +66,8 @@ def resume(
         if not ranks.is_first:
             return run.follow(directory, config, built, start)
         before, now = record.get("precision", {}), linear_products(built.forward_context)
-        if (had := before.get("linear_products")) not in (None, now):
+        had, same = before.get("linear_products"), not built.stepper.entered_by(start.step)
+        if same and had not in (None, now):
             say(f"linear layers multiply {now} from here on; before: {had}")
         there, here = flat(current(record["config"])), flat(asdict(config))
         changed = (key for key in there | here if there.get(key) != here.get(key))
@@ -101,6 +102,7 @@ def _start(directory: Path, built: Built, config: RunConfig, record: Record) -> 
         if newest.state["step"] != step or type(skipped) is not int or not 0 <= skipped <= step:
             raise ValueError(f"skipped {skipped} of {newest.state['step']} updates")
         computed = msgspec.convert(newest.state.get("computed", {}), RunRecord)
+        built.stepper.follow(step - 1)  # the state is that of the last step's mode
         built.task.load_state_dict(newest.state["task"])
         restore_random_states(newest.state["random"], built.device)
     except Exception as error:  # of any type: the file may hold anything

@@ -10,6 +10,7 @@ from dataclasses import asdict, replace
 from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy
 import torch
@@ -269,7 +270,10 @@ def attempt(config: RunConfig, built: Built, record: Record, start: Start = BEGI
     with Interruption() as interruption:
         directory, task = record.directory, built.task
         earlier = record.get("data", {})  # from the attempt before this one
-        numbers = number_formats(task.learners, built.forward_context, config.scaler.name)
+        switched = built.stepper.entered_by(start.step)
+        numbers: dict[str, Any] = {}  # after a switch the record has those of the first mode
+        if not switched:
+            numbers = number_formats(task.learners, built.forward_context, config.scaler.name)
         record.begin(
             asdict(config),
             steps=built.steps,
@@ -283,6 +287,7 @@ def attempt(config: RunConfig, built: Built, record: Record, start: Start = BEGI
             environment=environment(built.device),
             ranks=_described(config, built),
             launched_by=task.ranks.launched_by,
+            switched=switched,
             # The rest is known at the end; a resumed run reads this.
         )
         if task.ranks.world > 1:
@@ -306,7 +311,8 @@ def attempt(config: RunConfig, built: Built, record: Record, start: Start = BEGI
         task.ranks.ends_by(lambda cause, code: record.end("failed", cause, exit_code=code))
         try:
             with _used(built, config):
-                loop = Loop(built, config, directory, interruption, start, record.checkpointed)
+                noted = record.checkpointed, record.switched
+                loop = Loop(built, config, directory, interruption, start, *noted)
                 try:
                     outcome = loop.train()
                 finally:

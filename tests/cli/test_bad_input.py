@@ -51,6 +51,47 @@ CASES = [
     ("model=[lstm_lm]", "model=['lstm_lm']|did you mean 'lstm_lm'"),
     ("precision=[amp]", "precision=['amp']|must be one of amp, amp_bf16"),
     ("experiment=[quickstart_underflow]", "experiment=["),
+    # a mode that changes
+    ("precision.switch=[{at:0.5,to:bf16_mster}]", "precision.switch: to=bf16_mster|bf16_master"),
+    ("precision.switch=[{at:1.5,to:fp16_master}]", "at=1.5: must be a share of the run, above 0"),
+    ("precision.switch=[{at:0,to:fp16_master}]", "precision.switch: at=0|or a step from 1 on"),
+    ("precision.switch=[{at:true,to:fp16_master}]", "precision.switch: at=True: must be a share"),
+    ("precision.switch=[{at:0.5}]", "must be a list of {at: NUMBER, to: MODE}"),
+    ("precision.switch=[{at:0.5,to:null}]", "to=None: must be a mode, or {KEY: VALUE}"),
+    (
+        "train.steps=10 precision.switch=[{at:10,to:fp16_master}]",
+        "precision.switch: at=10: is step 10 of 10, must be one of 1 to 9",
+    ),
+    (
+        "train.steps=10 precision.switch=[{at:0.5,to:fp16_master},{at:4,to:fp32}]",
+        "precision.switch: at=4: is step 4, must be after that before it, 5",
+    ),
+    (
+        "precision.switch=[{at:0.5,to:fp16_master},{at:0.7,to:fp16_master}]",
+        "precision.switch: to=fp16_master: is the mode before it",
+    ),
+    ("precision.switch=[{at:0.5,to:amp}]", "to=amp: needs a loss scale|choose scaler=dynamic"),
+    ("precision.switch=[{at:0.5,to:{products:{input:e4m3}}}]", "now precision.matmul.input"),
+    ("precision.switch=[{at:0.5,to:{grad_dtype:7}}]", "precision.grad_dtype=7: must be one of"),
+    ("precision.switch=[{at:0.5,to:{norms:fp32}}]", "to={norms: ...}: no key of a mode"),
+    (
+        "precision.switch=[{at:0.5,to:{fp32_math:tf32}}] device=cpu",
+        "precision.switch: to=fp32: precision=fp32: TF32 needs a GPU",
+    ),
+    (
+        "model=lstm_lm data=synthetic_tokens precision.switch=[{at:0.5,to:bf16_naive}]",
+        "precision.switch: to=bf16_naive: bf16_naive has no FP32 master weights",
+    ),
+    (
+        "model=lstm_lm data=synthetic_tokens precision.switch=[{at:0.5,to:mxfp8}] device=cpu "
+        "precision.overrides.*=fp32 precision=bf16_master",
+        "precision.switch: to=mxfp8: ",
+    ),
+    (
+        "model=lstm_lm data=synthetic_tokens precision=bf16_master "
+        "precision.switch=[{at:0.5,to:{update:{state_dtype:bf16}}}]",
+        "state_dtype is bf16, but a switch of modes keeps that of bf16_master, null",
+    ),
     # unknown key
     ("modle=resnet50", "modle|did you mean 'model'"),
     ("seeed=1", "seeed|did you mean 'seed'"),

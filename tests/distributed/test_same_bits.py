@@ -90,12 +90,17 @@ def test_two_ranks_are_one(tmp_path):
     small = ["data.image_size=32", "model.width=2", "model.code_size=4"]
     cases["tree"] = in_16_bits("bf16", "tree", 4, "dist.order=fixed", *small)
     cases |= cases_of(("gpt",), ("nvfp4",))
+    switches = "precision.switch=[{at: 2, to: bf16_master}]"
+    own = [*TASKS["gpt"].split(), "precision=nvfp4", switches]
+    cases["switch"] = {"overrides": own, "plants": False}
     (alone,) = on_ranks(1, cases, tmp_path / "1")
     two = on_ranks(2, cases, tmp_path / "2")
     assert differences(cases, alone, two) == []
     for own in (alone, *two):  # the smaller last batch is neither padded nor counts as much
         assert torch.equal(own["exchanged"]["in order"], torch.arange(16.0).reshape(8, 2))
         assert own["exchanged"]["mean"] == [7.0, 8.0]
+    one, other = alone["gpt nvfp4"]["digests"], alone["switch"]["digests"]
+    assert one[:2] == other[:2] and one[2] != other[2]
     # The planted pixel reached one rank alone, and no weight of any.
     assert alone["classification fp16_master_scaled"]["skipped"] >= 1
     state = alone["classification fp16_master_scaled"]["state"]["learner"]["model"]

@@ -239,3 +239,17 @@ def test_micro_batches_that_draw_are_not_captured(device, tmp_path):
     refused = device.run(tmp_path / "refused", [*dropout, "train.cuda_graph=on"])
     assert "train.cuda_graph=on: each micro-batch draws" in refused["error"]
     assert not (tmp_path / "refused").exists()
+
+
+@pytest.mark.parametrize("pair", ["bf16_master fp32", "fp32 nvfp4", "fp16_master_scaled amp"])
+@pytest.mark.few(1)
+def test_a_graph_is_captured_anew_after_a_switch_of_modes(device, tmp_path, pair):
+    before, after = pair.split()
+    own = [f"precision={before}", f"precision.switch=[{{at: 8, to: {after}}}]"]
+    own += ["train.steps=16", "train.cuda_graph=on"]
+    found = device.run(tmp_path / "run", [*MODELS["gpt"], *own])
+    assert_sound(found)
+    assert found["record"]["switched"] == {"9": after}
+    execution = found["record"]["execution"]
+    # Of the eight steps in the second mode the first ones are eager, as at the start of a run.
+    assert execution["cuda_graph"] == "on" and 0 < execution["replayed"] < 8

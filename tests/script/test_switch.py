@@ -11,7 +11,10 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import mprun
+from mprun.comparison.load import load_run
 from mprun.precision.policy import build_policy, get_policy, policy_values, usual_scaler
+from mprun.record.run_directory import read_config
+from mprun.record.run_record import read_record
 
 from ..distributed.of_a_rank import environment_of
 from ..distributed.test_same_bits import each_rank
@@ -201,6 +204,35 @@ def test_a_model_that_is_not_prepared_and_one_in_its_call_are_refused():
     model.body.register_forward_hook(lambda *given: mprun.switch(model, "fp32"))
     with raises_line(RuntimeError, "between two steps"):
         model(next(batches(1))[0])
+
+
+def test_a_run_records_the_switch(tmp_path):
+    directories = []
+    for at in (None, 3):
+        model, optimizer = made("nvfp4")
+        with mprun.Run(tmp_path, optimizer, config={}, seed=0, log_every=2) as run:
+            for step, (images, labels) in enumerate(batches(6)):
+                if step == at:
+                    mprun.switch(model, "bf16_master")
+                optimizer.zero_grad()
+                loss = F.cross_entropy(model(images), labels)
+                loss.backward()
+                optimizer.step()
+                run.step(loss)
+            run.evaluate(loss=loss)
+            # The copy to go back to is one of the present mode.
+            assert run.rewind() >= (at or 0)
+        directories.append(run.directory)
+    plain, switched = map(read_record, directories)
+    assert "switched" not in plain and plain["precision"]["mode"] == "nvfp4"
+    assert switched["switched"] == {"4": "bf16_master"}
+    assert switched["precision"]["mode"] == "nvfp4, bf16_master after step 3"
+    (entry,) = read_config(directories[1])["precision"]["switch"]
+    assert entry["at"] == 3 and entry["to"]["name"] == "bf16_master"
+    assert plain["config_hash"] != switched["config_hash"]
+    assert {"forward e2m1", "forward bf16"} <= switched["audit"]["products"].keys()
+    modes = [load_run(one, read_record(one)).mode for one in directories]
+    assert modes == ["nvfp4", "nvfp4, bf16_master after step 3"]
 
 
 def be_of_two(rank, world, port, _, folder):

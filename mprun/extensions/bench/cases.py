@@ -47,7 +47,10 @@ class Case:
         from mprun.config.compose import compose_config  # here: some children only pass a case on
 
         overrides = (*self.overrides, f"precision={self.mode}", *more)
-        return compose_config(overrides, self.config_dir).config
+        config = compose_config(overrides, self.config_dir).config
+        if config.precision.switch:
+            raise BadInput(f"--modes {self.mode}: switches modes; a bench measures one at a time")
+        return config
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,6 +83,25 @@ def test_a_ramp_over_layers_with_large_weights(explained):
     assert last == "encoder.layers.conv2" and not value <= 65504
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("at", [2, 4])
+def test_a_step_is_explained_in_the_mode_in_force(explained, at):
+    """FP32 holds what FP16 does not: the run fails in the first step of its second mode, which is
+    trained again from a state that the first one left."""
+
+    def plant(built):
+        multiply_weight(built, "lstm.weight_hh_l0", 0.0)
+        set_weight(built, "output.weight", 3e5)  # beyond FP16's 65504
+        built.task.learners["model"].optimizer.param_groups[0]["lr"] = 0.0
+
+    switch = f"precision.switch=[{{at: {at}, to: fp16_master}}]"
+    own = ["precision=fp32", switch, *SGD, "optim.lr=1e-30"]
+    found = explained(*LM, *own, plant=plant, steps=6, cures=True)
+    assert found.finding.step == at + 1 and "bit-equal" in found.replay
+    assert found.finding.verdict == "weights" or found.finding.event.dtype is torch.float16
+    assert {one.overrides: one.cures for one in found.tried}[("precision=fp32",)] is True
+
+
 def test_overflow_under_autocast(explained):
     plant = functools.partial(multiply_weight, name="encoder.layers.conv0.weight", factor=1e6)
     found = explained(*AUTOENCODER, "precision=amp", "scaler=none", *SGD, plant=plant)

@@ -10,6 +10,7 @@ from mprun.config.compose import config_from_record, only_in_script
 from mprun.config.keys import current
 from mprun.config.overrides import without
 from mprun.config.schema import MAX_STEPS, PrecisionConfig, RunConfig
+from mprun.config.switches import in_mode, mode_at
 from mprun.config.trust import NOTHING, Vouched, vouched
 from mprun.errors import BadInput, Damaged
 from mprun.extensions.diagnosis.commands import (
@@ -212,12 +213,22 @@ class _Run(NamedTuple):
     def mode(self) -> PrecisionConfig:
         return self.checked.precision
 
+    def in_mode_of(self, index: int) -> "_Run":
+        """Return the run as one that is throughout in the mode of step `index` (from 0)."""
+        if not self.mode.switch:
+            return self
+        mode = mode_at(self.checked, index, self.record["steps"])
+        config = self.config | {"precision": asdict(mode)}
+        return self._replace(config=config, checked=in_mode(self.checked, mode))
+
 
 def _is_lower(precision: dict) -> bool:
     """Return whether a mode computes or stores anything in less than FP32."""
     matmul = precision.get("matmul") or {}
     dtypes = [precision.get(key) for key in ("autocast_dtype", "param_dtype")]
-    return bool(matmul.get("input")) or any(dtype not in (None, "fp32") for dtype in dtypes)
+    later = any(_is_lower(one["to"]) for one in precision.get("switch", ()))
+    lower = any(dtype not in (None, "fp32") for dtype in dtypes)
+    return bool(matmul.get("input")) or lower or later
 
 
 def _of_ending(run: _Run, steps: int | None, options: "Options | None") -> Explanation:
@@ -277,7 +288,11 @@ def _of_step(run: _Run, options: "Options | None", bad: MetricsColumns | None) -
     kept, known = _before_the_step(run, bad)
     built = run.build(config)
     try:
+        built.stepper.follow(kept["step"] - 1)  # the state is that of the mode until then
         built.task.load_state_dict(kept["task"])
+        built.stepper.follow(kept["step"])
+        run = run.in_mode_of(kept["step"])
+        config = run.config  # changes are tried in the mode in force
         steps = resume_from(built, kept)
     except (ValueError, KeyError) as error:
         raise Damaged(f"numerics/failure: {error}") from None
