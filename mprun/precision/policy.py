@@ -188,7 +188,8 @@ def why_no_switch(before: PrecisionPolicy, after: PrecisionPolicy) -> str | None
     for one in (before, after):
         if one.masters != "kept":
             return f"{one.name} has no FP32 master weights, which a switch of modes goes on with"
-    for field in ("state_dtype", "reduce_dtype", "reduce_divide", "reduce_order"):
+    stored = ("master_dtype", "rounding", "state_dtype", "square_dtype", "state_rounding")
+    for field in (*stored, "reduce_dtype", "reduce_divide", "reduce_order"):
         had, has = getattr(before, field), getattr(after, field)
         if had != has:
             now, then = (_word(own) or "null" for own in (has, had))

@@ -92,6 +92,16 @@ CASES = [
         "precision.switch=[{at:0.5,to:{update:{state_dtype:bf16}}}]",
         "state_dtype is bf16, but a switch of modes keeps that of bf16_master, null",
     ),
+    (
+        "model=lstm_lm data=synthetic_tokens precision=bf16_master "
+        "precision.switch=[{at:0.5,to:{update:{square_dtype:fp16}}}]",
+        "square_dtype is fp16, but a switch of modes keeps that of bf16_master, null",
+    ),
+    (
+        "model=lstm_lm data=synthetic_tokens precision=bf16_master "
+        "precision.switch=[{at:0.5,to:{master_dtype:bf16}}]",
+        "master_dtype is bf16, but a switch of modes keeps that of bf16_master, fp32",
+    ),
     # unknown key
     ("modle=resnet50", "modle|did you mean 'model'"),
     ("seeed=1", "seeed|did you mean 'seed'"),
