@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
-from mprun.precision.policy import PrecisionPolicy
+from mprun.precision.policy import PrecisionPolicy, dtype_name
 from mprun.torch_private import (
     BatchNorm,
     BatchOrInstanceNorm,
@@ -329,7 +329,5 @@ def refuse_without_effect(
     for name, choice in chosen_dtypes(model, overrides, key).items():
         fixed = getattr(model.get_submodule(name), "computes_in_fp32", False)
         if fixed and choice.dtype is not torch.float32 and name in overrides:
-            asked = str(choice.dtype).removeprefix("torch.")
-            raise ValueError(
-                f"{key}.{name}={asked}: computes in FP32 in {policy.name} (allowed: fp32)"
-            )
+            asked = f"{key}.{name}={dtype_name(choice.dtype)}"
+            raise ValueError(f"{asked}: computes in FP32 in {policy.name} (allowed: fp32)")
