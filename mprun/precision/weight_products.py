@@ -105,9 +105,10 @@ class _Products(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _VIEWS:
-            own = self._of(args[0]) if args else None
-            return func(*args, **kwargs) if own is None else self._seen(own, func, args, kwargs)
+        # The tensor first: a compiler guards what it finds of methods in a set, wrongly for some.
+        own = self._of(args[0]) if args else None
+        if own is not None and func in _VIEWS:
+            return self._seen(own, func, args, kwargs)
         found = None
         if func is F.linear:
             found = self._linear(*_named(("input", "weight", "bias"), args, kwargs))
