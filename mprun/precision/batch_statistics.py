@@ -1,4 +1,8 @@
-"""BatchNorm's running statistics of a step that may be skipped, or has several micro-batches."""
+"""What forward passes move in a step that may be skipped, or has several micro-batches.
+
+These are BatchNorm's running statistics, and the buffers that a module names in `moved_in_forward`:
+the router of a mixture of experts counts the tokens that each expert has had.
+"""
 
 from collections.abc import Callable
 
@@ -21,12 +25,15 @@ class BatchNormGuard:
     """
 
     def __init__(self, module: nn.Module):
-        homes: dict[torch.dtype, list[tuple[nn.Module, str, Tensor]]] = {}
+        # By dtype, and whether they are counts.
+        homes: dict[tuple[torch.dtype, bool], list[tuple[nn.Module, str, Tensor]]] = {}
         for layer in module.modules():
-            if isinstance(layer, BatchNorm):
-                for name, buffer in layer.named_buffers(recurse=False):
-                    homes.setdefault(buffer.dtype, []).append((layer, name, buffer))
-        self.flat = []
+            moved = getattr(layer, "moved_in_forward", ())
+            for name, buffer in layer.named_buffers(recurse=False):
+                if isinstance(layer, BatchNorm) or name in moved:
+                    home = homes.setdefault((buffer.dtype, name in moved), [])
+                    home.append((layer, name, buffer))
+        self.flat, self.are_counts = [], [are_counts for _, are_counts in homes]
         self._homes: list[tuple[nn.Module, str, Tensor]] = []
         for buffers in homes.values():
             flat = torch.cat([buffer.reshape(-1) for _, _, buffer in buffers])
@@ -61,7 +68,7 @@ class BatchNormGuard:
 
 
 class BatchStatistics(BatchNormGuard):
-    """BatchNorm's statistics of a step that consists of several micro-batches."""
+    """What forward passes move in a step that consists of several micro-batches."""
 
     def __init__(self, module: nn.Module):
         super().__init__(module)
@@ -82,14 +89,16 @@ class BatchStatistics(BatchNormGuard):
     def take_mean(self, gather: Callable[[Tensor], Tensor]) -> None:
         """Set the statistics to the mean of those that the micro-batches of all ranks left.
 
-        Integers (counts of batches) are those of the first. `gather` makes `[parts, n]` of all
+        Integers (counts of batches) are those of the first. What modules count themselves, from
+        zero in each step, is added up. `gather` makes `[parts, n]` of all
         ranks, in the order of micro-batches, from those of this rank.
         """
         made, self.parts = self.parts, []
-        for flat, *own in zip(self.flat, *made, strict=True):
+        for flat, are_counts, *own in zip(self.flat, self.are_counts, *made, strict=True):
             parts = gather(torch.stack(own)).unbind()
             flat.copy_(parts[0])
             if flat.is_floating_point():
                 for part in parts[1:]:  # in a fixed order: the same bits for any number of ranks
                     flat.add_(part)
-                flat.div_(len(parts))
+                if not are_counts:
+                    flat.div_(len(parts))

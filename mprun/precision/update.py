@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -23,11 +24,13 @@ class Update(NamedTuple):
     found_inf: Tensor | None  # 1 if the update was skipped; None: the loss scale never skips
     # Global L2 norm of the unscaled gradients that count in it, before clipping; None: not needed.
     grad_norm: Tensor | None
+    figures: Mapping[str, Tensor] = MappingProxyType({})  # of the network itself
 
     def metrics(self, prefix: str = "") -> dict[str, Tensor]:
         """Return the values that exist, named as in metrics.jsonl after `prefix`."""
-        values = self._asdict().items()
-        return {prefix + name: value for name, value in values if value is not None}
+        own = self._asdict()
+        own |= own.pop("figures")
+        return {prefix + name: value for name, value in own.items() if value is not None}
 
 
 def by_dtype(tensors: Iterable[Tensor | None]) -> list[list[Tensor]]:

@@ -7,6 +7,10 @@
     learner.step()                 # sum over ranks, mean, clip, optimizer.step(), average
 
 Between `backward` and `step` stands what a script writes there too.
+
+A network may have a function `end_update(skipped)`, which a step calls once before the optimizer's:
+it moves what no gradient moves, by what the forward passes of all ranks have counted, and returns
+figures of the step. skipped: float32, 0-dim, 1 if the update is; None: it never is.
 """
 
 from __future__ import annotations
@@ -158,8 +162,12 @@ class Learner:
                 own.grad = each_row_once(own.grad)
         clip_norm = self.clip_norm
         norm = self._norm() if measure or clip_norm is not None else None
+        skipped: Tensor | None = None
         if self.prepared.scale is not None:
             self._look(norm if clip_norm is not None else None)  # a measured one decides nothing
+            skipped = self.prepared.found_inf
+        end_update = getattr(self.model, "end_update", None)
+        figures = {} if end_update is None else end_update(skipped)
         if norm is not None and clip_norm is not None:
             factor = (clip_norm / (norm + 1e-6)).clamp(max=1.0)
             for group in by_dtype(own if own is None else local_of(own) for own in self._counted):
@@ -169,7 +177,7 @@ class Learner:
         assert update is not None
         if self._average is not None:
             self._average.update(update.found_inf)
-        return update._replace(grad_norm=norm)
+        return update._replace(grad_norm=norm, figures=figures if measure else {})
 
     @property
     def _counted(self) -> list[Tensor | None]:
