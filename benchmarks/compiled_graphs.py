@@ -24,10 +24,8 @@ from mprun.precision import pin_math_flags
 from tests.fake_cuda.cells import MODELS
 
 STEPS, COMPILED = 8, 5  # all, and those in which all graphs are made
-NETWORKS = (
-    "gpt gpt_llama resnet50 resnet50_preact alexnet vgg16 googlenet inception_v2 inception_v3"
-)
-NETWORKS += " dcgan conv_autoencoder"
+NETWORKS = "gpt gpt_llama resnet50 resnet50_preact alexnet vgg16 googlenet inception_v2".split()
+NETWORKS += ["inception_v3", "dcgan", "conv_autoencoder", "gpt_moe"]
 MODES = "fp32 tf32 amp amp_bf16 fp16_master fp16_master_scaled bf16_master fp8_tensorwise"
 MODES += " fp8_rowwise fp8_delayed fp8_block mxfp8 mxfp4 nvfp4"
 
@@ -74,7 +72,7 @@ def cell(network: str, mode: str) -> dict[str, Any]:
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--networks", nargs="*", default=NETWORKS.split(), choices=list(MODELS))
+    parser.add_argument("--networks", nargs="*", default=NETWORKS, choices=list(MODELS))
     parser.add_argument("--modes", nargs="*", default=MODES.split())
     given = parser.parse_args(arguments)
     warnings.simplefilter("ignore")

@@ -85,6 +85,8 @@ TINY_GPT = [
     "data.train_tokens=2048",
     "data.eval_tokens=512",
 ]
+TINY_MOE = [own if own != "model=gpt" else "model=gpt_moe" for own in TINY_GPT]
+TINY_MOE += ["model.kv_heads=null", "model.expert_size=32"]
 
 
 def run(directory, *overrides) -> int:

@@ -174,8 +174,8 @@ def why_no_graph(config: RunConfig, device: str) -> str | None:
     if config.train.activation_checkpointing:
         return _RECOMPUTED
     network = config.model.component
-    if network.why_no_graph is not None:
-        return network.why_no_graph
+    if config.model.why_no_graph is not None:
+        return config.model.why_no_graph
     if network.own and config.train.cuda_graph == "auto":
         return "a user's network may change with a number that a replay would keep"
     if world_of(config) != 1 and (reason := _why_not_over_ranks(config)) is not None:
@@ -228,7 +228,7 @@ def why_not_measured(config: RunConfig, device: str) -> str | None:
         return "a network or data of one's own may have several shapes, each compiled anew"
     if config.data.component.several_shapes:
         return f"data={config.data.name}: batches differ in length, each would be compiled anew"
-    return network.why_no_graph
+    return config.model.why_no_graph
 
 
 def _why_no_channels_last(config: RunConfig) -> str | None:

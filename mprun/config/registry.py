@@ -127,6 +127,10 @@ class ModelConfig:
     def carries_state(self) -> bool:
         return self.component.carries_state
 
+    @property
+    def why_no_graph(self) -> str | None:
+        return self.component.why_no_graph
+
 
 @dataclass(slots=True)
 class DataConfig:

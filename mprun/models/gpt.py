@@ -60,29 +60,46 @@ class GPT(nn.Module):
         self.positions = nn.Embedding(context_length, hidden_size) if learned else None
         turned = 0 if learned else context_length
         self.blocks = nn.ModuleList(
-            Block(
+            self.block(
+                number,
                 Attention(hidden_size, num_heads, parts, turned, attention == "fused"),
-                (GELU if parts.mlp == "gelu" else SwiGLU)(hidden_size, bias),
                 [_norm(parts.norm, hidden_size, bias) for _ in range(2)],
+                parts,
             )
-            for _ in range(num_layers)
+            for number in range(num_layers)
         )
         self.norm = _norm(parts.norm, hidden_size, bias)
         self.output = TiedOutput()
         for name, parameter in self.named_parameters():
             if parameter.dim() > 1:
-                writes = name.endswith("output.weight")
+                writes = name.endswith(("output.weight", "experts.output"))
                 nn.init.normal_(parameter, std=0.02 / (2 * num_layers) ** 0.5 if writes else 0.02)
             elif name.endswith("bias"):
                 nn.init.zeros_(parameter)
 
     def forward(self, tokens: Tensor, state: State | None = None) -> tuple[Tensor, State]:
+        x = self.embedded(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.logits(x), ()
+
+    def block(
+        self, number: int, attention: "Attention", norms: list[nn.Module], parts: Parts
+    ) -> nn.Module:
+        """Build block `number` (from 0)."""
+        mlp = GELU if parts.mlp == "gelu" else SwiGLU
+        return Block(attention, mlp(self.embedding.embedding_dim, parts.bias), norms)
+
+    def embedded(self, tokens: Tensor) -> Tensor:
+        """Return what the first block takes, ``[batch, time, width]``."""
         x = self.embedding(tokens.t())
         if self.positions is not None:
             x = x + self.positions(torch.arange(len(tokens), device=tokens.device))
-        for block in self.blocks:
-            x = block(x)
-        return self.output(self.norm(x).transpose(0, 1), self.embedding.weight), ()
+        return x
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Return the logits of what the last block has made, ``[time, batch, vocab_size]``."""
+        return self.output(self.norm(x).transpose(0, 1), self.embedding.weight)
 
 
 class TiedOutput(nn.Module):
@@ -205,11 +222,14 @@ class GELU(nn.Module):
 
 
 class SwiGLU(nn.Module):
-    """SiLU of one linear layer times another, and a third."""
+    """SiLU of one linear layer times another, and a third.
 
-    def __init__(self, width: int, bias: bool) -> None:
+    `hidden`: units between them; None: 8 / 3 of `width`, up to a multiple of 64.
+    """
+
+    def __init__(self, width: int, bias: bool, hidden: int | None = None) -> None:
         super().__init__()
-        hidden = -(-8 * width // (3 * 64)) * 64
+        hidden = hidden or -(-8 * width // (3 * 64)) * 64
         self.inputs = nn.Linear(width, 2 * hidden, bias=bias)
         self.output = nn.Linear(hidden, width, bias=bias)
 

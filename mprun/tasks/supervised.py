@@ -148,6 +148,8 @@ class Tokens(NamedTuple):
 class LanguageModel(Supervised):
     """Cross-entropy in nats per token; metrics loss and perplexity.
 
+    A network may return further losses in training, which are propagated and not reported.
+
     Backpropagation is truncated: the state goes on from batch to batch within an epoch and starts
     from zero in each epoch and in each evaluation (Zaremba et al., arXiv 1409.2329). Ranks then
     share out the streams of each batch, and each evaluates the whole. Without a state they share
@@ -237,7 +239,7 @@ class LanguageModel(Supervised):
         if fresh:
             self.hidden = self._before = None
         inputs = (tokens, targets) if self.sampled else (tokens,)
-        outputs, hidden = self.learner.inside(*inputs, self.hidden)
+        outputs, hidden, *auxiliary = self.learner.inside(*inputs, self.hidden)
         if self.sampled:
             loss = outputs.mean()
         else:
@@ -245,7 +247,11 @@ class LanguageModel(Supervised):
             loss = cross_entropy(outputs.flatten(0, 1), targets.flatten(), dtype)
         loss = self.learner.outside(loss)
         self.hidden = tuple(part.detach() for part in hidden)
-        propagated = loss * len(tokens) if self.time_reduction == "sum" else loss
+        propagated = loss
+        for one in auxiliary:
+            propagated = propagated + self.learner.outside(one)
+        if self.time_reduction == "sum":
+            propagated = propagated * len(tokens)
         # The mean over all streams: gradients are as large as on one rank.
         return loss, propagated / self.ranks.world if self._splits_streams else propagated
 

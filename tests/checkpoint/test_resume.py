@@ -17,6 +17,7 @@ from ..helpers import (
     TINY_GAN,
     TINY_GPT,
     TINY_LM,
+    TINY_MOE,
     assert_same_bits,
     but,
     numbers_of,
@@ -34,6 +35,13 @@ COMMON = ["train.log_every=1", "train.checkpoint_every=1", "train.keep_checkpoin
 MODELS = {
     "lstm_lm": [*TINY_LM, "model.dropout=0.3", "optim=sgd"],
     "gpt": [*TINY_GPT, "model.positions=rotary", "optim=adamw", "optim.eps=1e-3"],
+    "gpt_moe": [
+        *TINY_MOE,
+        "model.balancing=bias",
+        "model.bias_rate=0.01",
+        "optim=adamw",
+        "optim.eps=1e-3",
+    ],
     "dcgan": [*TINY_GAN, "optim.eps=1e-3"],
     "conv_autoencoder": [*TINY_AUTOENCODER, "optim.eps=1e-3"],
     # Tables of which a step moves some rows, sampled classes, and an average of weights.

@@ -150,6 +150,18 @@ RECIPES = {
         data.sequence_length=64 data.vocab_size=65 optim.lr=0.001 optim.betas=[0.9,0.99]
         optim.warmup_updates=100 optim.final_factor=0.1 train.accumulate=1 train.steps=2000
     """,
+    "olmoe_130b": """
+        model.name=gpt_moe model.hidden_size=2048 model.num_layers=16 model.num_heads=16
+        model.norm=rms model.positions=rotary model.kv_heads=null model.qk_norm=false
+        model.bias=false model.num_experts=64 model.top_k=8 model.expert_size=1024
+        model.balancing=auxiliary model.balance_factor=0.01 model.capacity=null
+        model.renormalise=false model.shared_size=0 data.name=token_files
+        data.sequence_length=4096 data.vocab_size=50280 optim.name=adamw optim.lr=0.0004
+        optim.eps=1.0e-8 optim.weight_decay=0.1 optim.betas=[0.9,0.95] optim.decay_bias=true
+        optim.decay_norm=true optim.schedule=cosine optim.final_factor=0.1
+        optim.warmup_updates=2000 train.steps=30993 train.clip_norm=1.0
+        data.batch_size=8 train.accumulate=128 compare.metric=loss compare.margin=0.0025
+    """,
     "dcgan_celeba": f"""
         {FACES} data.image_size=64 train.epochs=25
     """,

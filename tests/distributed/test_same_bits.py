@@ -32,6 +32,9 @@ TASKS = {
     "data.batch_size=8 data.sequence_length=5 train.accumulate=2 dist.order=fixed",
     "gpt": "model=gpt model.hidden_size=16 model.num_heads=2 data=synthetic_tokens "
     f"data.vocab_size=64 data.sequence_length=5 data.eval_tokens=200 {IMAGES}",
+    "gpt_moe": "model=gpt_moe model.hidden_size=16 model.num_heads=2 model.kv_heads=null "
+    "model.expert_size=8 model.balancing=bias model.bias_rate=0.01 data=synthetic_tokens "
+    f"data.vocab_size=64 data.sequence_length=5 data.eval_tokens=200 {IMAGES}",
 }
 TASKS = with_extensions("RANKS", TASKS)
 

@@ -19,6 +19,8 @@ FORWARD = [
 # Batches as for ResNet-50: BatchNorm over maps of one pixel.
 NARROW = ["model.width=0.0625", "optim=sgd", "optim.lr=1e-3", "data=synthetic_images"]
 NARROW += ["data.batch_size=8", "data.train_size=32", "data.eval_size=8"]
+MIXED = ["model.hidden_size=16", "model.num_experts=4", "model.expert_size=16"]
+MIXED += ["model.balancing=bias", "model.shared_size=16", "model.capacity=1.5"]
 MODELS = {
     "alexnet": SMALL["dropout"],
     "resnet50": SMALL["batch_norm"],
@@ -40,6 +42,7 @@ MODELS = {
         "model.attention=manual",
     ],
     "gpt_llama": ["model=gpt_llama", *TOKENS, "model.hidden_size=16"],
+    "gpt_moe": ["model=gpt_moe", *TOKENS, *MIXED],  # in the form that does not wait
     "seq2seq": SMALL["translation"],
     "dcgan": SMALL["gan"],
     "conv_autoencoder": SMALL["reconstruction"],
@@ -52,7 +55,7 @@ EXECUTION = ("on", "off")  # a run with a graph begins with eager steps
 STEPS = 12  # 3 to warm up, then with a graph 9 replays
 
 # Layers that FP8 could take: linear, not the output.
-WITH_LINEAR = {"alexnet", "vgg16", "googlenet", "gpt", "gpt, manual", "gpt_llama"}
+WITH_LINEAR = {"alexnet", "vgg16", "googlenet", "gpt", "gpt, manual", "gpt_llama", "gpt_moe"}
 WITH_LINEAR |= {"seq2seq", "deep_speech2, forward", "faster_rcnn"}
 NO_LINEAR = "no nn.Linear is left|the model has none"
 WAITS = "only the device knows how many"

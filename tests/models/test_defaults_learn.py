@@ -27,6 +27,7 @@ LOSSES = {
     "biglstm": 0.9,
     "gpt": 0.6,
     "gpt_llama": 0.6,
+    "gpt_moe": 0.6,
     "gpt2": 0.9,
     "conv_autoencoder": 0.8,
 }

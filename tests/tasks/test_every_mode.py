@@ -14,6 +14,7 @@ from ..helpers import (
     TINY_GAN,
     TINY_GPT,
     TINY_LM,
+    TINY_MOE,
     raises_line,
 )
 from ..numerics.small_runs import SMALL
@@ -35,6 +36,7 @@ MODELS = {
     "lstm_lm": TINY_LM,
     "gpt": TINY_GPT,
     "gpt_llama": [*TINY_GPT, "model=gpt_llama", "model.qk_norm=true", "model.attention=manual"],
+    "gpt_moe": [*TINY_MOE, "model.shared_size=16", "model.router=mode"],
     "dcgan": TINY_GAN,
     "conv_autoencoder": TINY_AUTOENCODER,
     **DEEP,
@@ -54,6 +56,7 @@ EXPECTED = {
     "bf16_kahan": (B16, F32, F32),
     "bf16_stochastic": (B16, F32, F32),
 }
+BY_ADAM = ("dcgan", "conv_autoencoder", "gpt", "gpt_llama", "gpt_moe")
 CONVOLUTIONS = {"forward convolution", "backward convolution_backward"}
 MATRICES = {"forward addmm", "backward mm"}
 LSTM = {"forward lstm", "backward lstm"}
@@ -65,6 +68,7 @@ PRODUCTS = {
     "lstm_lm": LSTM | MATRICES,
     "gpt": LINEAR | {f"forward {ATTENTION}", f"backward {ATTENTION}_backward"},
     "gpt_llama": LINEAR | {"forward bmm", "backward bmm"},
+    "gpt_moe": LINEAR | {f"forward {ATTENTION}", f"backward {ATTENTION}_backward"},
     "dcgan": CONVOLUTIONS,
     "conv_autoencoder": CONVOLUTIONS,
     **dict.fromkeys(DEEP, CONVOLUTIONS | MATRICES),
@@ -93,7 +97,7 @@ def test_two_steps(build_run, model, mode):
     parameter_dtype, norm_dtype, state_dtype = EXPECTED[mode]
     losses = [built.task.train_step(step)["loss"] for step in range(2)]
     # Adam's eps of 1e-8 is 0 in FP16, and 0/0 from the first update on (test_paper_examples).
-    if mode == "fp16_naive" and model in ("dcgan", "conv_autoencoder", "gpt", "gpt_llama"):
+    if mode == "fp16_naive" and model in BY_ADAM:
         assert not torch.isfinite(losses[1])
     else:
         assert torch.isfinite(torch.stack(losses)).all()
@@ -102,6 +106,8 @@ def test_two_steps(build_run, model, mode):
         computed = {id(own): dtype for own, dtype in learner.steps.computed()}
         for module in learner.model.modules():
             expected = norm_dtype if isinstance(module, NORM_LAYERS) else parameter_dtype
+            if getattr(module, "computes_in_fp32", False):
+                expected = F32
             own = [*module.parameters(recurse=False)]
             assert {computed[id(weight)] for weight in own} <= {expected}
             tensors = [*own, *module.buffers(recurse=False)]

@@ -147,6 +147,56 @@ class GPTConfig(ModelConfig):
     time_reduction: str = time_reduction()
 
 
+def _experts(model: "GPTMoEConfig", config: RunConfig) -> Iterator[str]:
+    if model.top_k > model.num_experts:
+        most = f"must be <= model.num_experts ({model.num_experts})"
+        yield f"model.top_k={model.top_k}: {most}"
+    if model.dense_layers >= model.num_layers:
+        least = f"must be < model.num_layers ({model.num_layers})"
+        yield f"model.dense_layers={model.dense_layers}: {least}"
+    if model.shared_gate and not model.shared_size:
+        yield "model.shared_gate=true: needs model.shared_size > 0"
+
+
+@network(
+    "gpt_moe",
+    task="language_model",
+    builder="mprun.models.gpt_moe:GPTMoE",
+    rules=(_heads, _experts),
+    needs=("vocab_size", "context_length"),
+    carries_state=False,
+    zero_state=True,
+    blocks="blocks",
+)
+class GPTMoEConfig(GPTConfig):
+    """The transformer of `gpt` with a mixture of experts in place of MLPs."""
+
+    num_experts: int = ranged(8, "Experts of a layer", at_least=2)
+    top_k: int = count(2, "Experts of a token")
+    expert_size: int = count(192, "Hidden units of an expert, a gated MLP")
+    dense_layers: int = from_zero(0, "First blocks with an MLP, of model.mlp, in place of experts")
+    capacity: float | None = positive(
+        None,
+        "Most tokens of an expert, over an even load; it drops others; null: all, the host waits",
+    )
+    shared_size: int = from_zero(0, "Hidden units of an expert of every token; 0: none")
+    shared_gate: bool = setting(False, "Multiply the shared expert by a gate of each token")
+    scoring: str = one_of("softmax sigmoid", "Scores of experts; sigmoid: as in DeepSeek-V3")
+    renormalise: bool = setting(True, "Weights of a token's experts add up to 1")
+    balancing: str = one_of(
+        "auxiliary bias none",
+        "auxiliary: a loss; bias: one an expert for the choice alone, without a gradient",
+    )
+    balance_factor: float = from_zero(0.01, "With balancing=auxiliary: factor on its loss")
+    bias_rate: float = from_zero(0.001, "With balancing=bias: how far an update moves it")
+    router: str = one_of("fp32 mode", "Arithmetic of routers: FP32 in every mode, or the mode's")
+
+    @property
+    def why_no_graph(self) -> str | None:
+        reason = "model.capacity=null: only the device knows how many tokens each expert has"
+        return reason if self.capacity is None else None
+
+
 _text = partial(source, family="text")
 
 
