@@ -241,7 +241,7 @@ def post_mortems(runs: Iterable[RunData]) -> list[str]:
     """Return why each diverged run ended, if it left a post-mortem, and how to find the cause."""
     notes = []
     for run in runs:
-        if run.status != "diverged" or run.foreign:
+        if run.status != "diverged":
             continue
         try:
             if (found := read_post_mortem(Path(run.path))) is not None:
@@ -256,8 +256,6 @@ def post_mortems(runs: Iterable[RunData]) -> list[str]:
 
 def _what_fits(run: RunData) -> str:
     """Return the command that fits a run best, behind a semicolon; "" without any."""
-    if run.foreign:
-        return ""
     directory = Path(run.path)
     fits = commands(directory, read_record(directory), lambda folder: False)
     best = next((fit for fit in fits if fit.acts and not fit.in_script), None)

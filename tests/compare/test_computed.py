@@ -103,6 +103,12 @@ def test_seeds_that_disagree_are_named(study):
         "fp32 100 % (seed 2)"
     )
     assert audit_notes(amp[:2]) == []
+    # One of the dtypes tells: 1 of 100 products more in FP32, with BF16 as often as before.
+    shares = {"fp16": 90, "fp32": 5, "bf16": 5}, {"fp16": 89, "fp32": 6, "bf16": 5}
+    for run, products in zip(amp, shares, strict=False):
+        run.audit = AMP | {"products": products}
+    [note] = audit_notes(amp[:2])
+    assert "differently" in note
 
 
 def test_a_resumed_seed_with_more_watched_steps_agrees(study):

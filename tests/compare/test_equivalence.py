@@ -23,6 +23,7 @@ from mprun.comparison.equivalence import (
     welch_ratio,
 )
 from mprun.comparison.findings import Question
+from mprun.comparison.planned import more_needed
 from mprun.comparison.sentence import sentence
 from mprun.comparison.wording import decimals_for
 
@@ -157,6 +158,14 @@ def test_a_relative_interval_inverts_scipy_s_tests(found, alpha):
     for end, sign in ((interval.low, 1), (interval.high, -1)):
         test = t_test(own, base, method, end)
         assert test.pvalue / 2 == pytest.approx(alpha, rel=1e-5) and sign * test.statistic > 0
+    # What tells how many seeds are needed: the variances that the test has at the difference.
+    own_values, mean = np.array(own), np.mean(base)
+    shifted = np.array(base) * (1 + interval.difference * np.sign(mean))
+    samples = (own_values, shifted) if method == "Welch" else (own_values - shifted, 0 * shifted)
+    variances = [np.var(one, ddof=1) / mean**2 for one in samples]
+    ours = [4.0**interval.exponent * one for one in interval.variances]
+    # own - shifted cancels about as many digits as the noise of 1e-6 leaves out of 16.
+    assert ours == pytest.approx(variances, rel=1e-5, abs=1e-18)
     for margin in (1e-3, 0.01, 0.1, 0.3, abs(interval.difference)):
         above, below = (t_test(own, base, method, u) for u in (margin, -margin))
         claims = {
@@ -265,8 +274,11 @@ def test_equal_values_are_identical_though_their_mean_rounds():
     assert pairs.identical
     assert (pairs.low, pairs.high) == (0.0, 0.0)
     assert decide(pairs, 0.01) == "matches"
-    for interval_of in (paired_interval, welch_interval):  # equal means alone are no equal values
-        assert not interval_of([1.0, 2.0, 3.0], [3.0, 2.0, 1.0]).identical
+    # Equal means alone are no equal values, with scatter in one arm or in both.
+    for interval_of in (paired_interval, welch_interval, paired_ratio, welch_ratio):
+        for other in ([3.0, 2.0, 1.0], [2.0, 2.0, 2.0]):
+            assert not interval_of([1.0, 2.0, 3.0], other).identical
+            assert not interval_of(other, [1.0, 2.0, 3.0]).identical
 
 
 @pytest.mark.parametrize("counts", [(2, 2), (2, 9), (9, 2)])
@@ -315,6 +327,15 @@ def test_seeds_needed_by_hand():
     assert needed(3, 0.0, 1 / 0.2370, 1.0) is None
     assert needed(3, 0.0, 1 / 0.2372, 1.0) == 47
     assert needed(3, 0.0, math.inf, 1.0) is None
+
+
+def test_a_difference_of_exactly_the_margin_needs_what_shows_its_sign():
+    """Half of the difference is allowed: t / sqrt(m) <= 0.5 for s = 1, which is m = 13 again."""
+    found = Interval(1.0, -9, 9, 0.9, "paired", (12, 12), (1.0, 0.0), False)
+    assert seeds_needed(found, 1.0) == 1
+    # Of a plan to 5: s = 0.1 gives half an interval of 0.2 at the next look.
+    at_first = Interval(-1.0, -9, 9, 0.9, "paired", (3, 3), (0.01, 0.0), False)
+    assert more_needed(at_first, 1.0, 3, 5) == 1
 
 
 def test_seeds_needed_by_welch():
@@ -440,6 +461,13 @@ def test_permutation_p_equals_scipy_s(paired):
         n_resamples=np.inf,
     ).pvalue
     assert permutation_p("worse", own, base, paired, 0.1)[0] == pytest.approx(expected, abs=1e-12)
+
+
+def test_all_rearrangements_of_few_values_are_counted():
+    for paired, few, all_of_them in ((True, 12, 2**12), (False, 7, math.comb(14, 7))):
+        for count, number in ((few, all_of_them), (few + 1, 5000)):
+            values = [float(value) for value in range(count)]
+            assert permutation_p("worse", values, values, paired, 1.0)[1] == 1 / number
 
 
 def test_permutation_takes_the_margin_of_each_value():

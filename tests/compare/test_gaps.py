@@ -289,3 +289,53 @@ def test_differences_of_rounding_are_neither_growth_nor_consistent(size, says):
     assert row.grows == says and row.verdict.name == "matches"
     assert ("consistent difference" in row.verdict.sentence) == says
     assert ("no more than rounding" in row.gap.sentence) != says
+
+
+@pytest.mark.parametrize(("share", "name"), [(0.8, "no growth seen"), (1.25, "grows")])
+@pytest.mark.parametrize(
+    ("metric", "margin", "of_evaluations", "size"),
+    [
+        ("loss", 0.0025, True, 2.0 * 0.0025),
+        ("top1", 0.5, True, 0.5),
+        ("loss", 0.0025, False, 2.0 * 0.0025),
+        ("top1", 0.5, False, 2.0 * 0.01),  # the training loss beside points has a margin of 1 %
+    ],
+)
+def test_growth_below_a_millionth_of_the_margin_is_rounding(
+    metric, margin, of_evaluations, size, share, name
+):
+    """Equal slopes have no scatter, so the growth over the tested steps alone decides."""
+    x = np.arange(1.0, 2001)
+    rise = 1e-6 * share * size * np.clip(x / 1000 - 1, 0, 1)
+    steps = STEPS if of_evaluations else STEPS[-2:]
+    arms = [Arm("fp32", "fp32", []), Arm("amp", "amp", [])]
+    for arm, gap in zip(arms, (0 * rise, rise), strict=True):
+        worse = -gap if metric == "top1" else gap
+        finals = 2 + worse[np.array(steps) - 1] if of_evaluations else [2.0, 2.0]
+        for seed in range(3):
+            run = made_run(seed, *finals, mode=arm.mode, steps=steps, metric=metric)
+            run.train = {} if of_evaluations else {"step": x, "loss": 2 + gap}
+            arm.runs.append(run)
+    keys = {**KEYS, "compare.metric": metric, "compare.margin": margin}
+    found = assess(ProtoGroup("made", "made", arms[0], arms[1:], keys))
+    follow_gaps(found)
+    gap = found.rows[0].gap
+    assert gap.name == name, gap.sentence
+    assert ("no more than rounding" in gap.sentence) == (name != "grows")
+
+
+@pytest.mark.parametrize(("late", "of"), [(1500, "training loss"), (1499, "loss")])
+def test_three_evaluations_of_the_last_half_are_followed(late, of):
+    """Half of the steps is in it: of 2,000 steps the evaluations at 1,000 and later."""
+    steps = [500, 1000, late, 2000] if of == "loss" else [500, 999, late, 2000]
+    runs = [
+        [made_run(seed, *[2.0 + gap] * 4, mode=arm, steps=steps) for seed in range(3)]
+        for arm, gap in (("fp32", 0.0), ("amp", 0.01))
+    ]
+    for run in sum(runs, []):
+        run.train = {"step": np.arange(1.0, 2001), "loss": np.linspace(3, 2, 2000)}
+    made = assess(
+        ProtoGroup("m", "m", Arm("fp32", "fp32", runs[0]), [Arm("amp", "amp", runs[1])], KEYS)
+    )
+    follow_gaps(made)
+    assert made.rows[0].gap.of.startswith(of)

@@ -1,14 +1,20 @@
 """Which runs are compared with which, what the arms are called, and what is refused."""
 
 import random
+from dataclasses import asdict
 
 import pytest
 
-from mprun.comparison.grouping import group_runs
+from mprun.comparison.findings import Arm
+from mprun.comparison.grouping import ProtoGroup, cells_of, group_runs, name_groups
 from mprun.comparison.load import load_runs
+from mprun.config.compose import compose_config
+from mprun.config.schema import PrecisionConfig, ScalerConfig
 from mprun.errors import BadInput
+from mprun.record.keys import flat
 
 from ..helpers import raises_line
+from .made_runs import made_run
 from .run_folders import write_run, write_study
 
 
@@ -175,6 +181,15 @@ def test_an_allowed_key_that_no_run_has_is_bad_input(tmp_path):
             grouped(tmp_path, allow=(key,))
 
 
+@pytest.mark.parametrize(
+    "key", ["precision", "scaler.scale", "seed", "train.log_every", "cpu_half"]
+)
+def test_an_allowed_key_that_may_differ_anyway_is_bad_input(tmp_path, key):
+    write_study(tmp_path, {"fp32": [1.0], "amp": [1.0]})
+    with raises_line(BadInput, f"--allow {key}: may differ anyway; leave it out"):
+        grouped(tmp_path, allow=[key])
+
+
 def test_a_given_baseline_may_be_any_mode_even_fp32_against_fp32(tmp_path):
     three = [1.0] * 3
     write_study(tmp_path / "old", {"fp32": three})
@@ -306,6 +321,25 @@ def test_the_title_is_the_experiment_and_its_slug_is_unique_and_safe(tmp_path):
     assert [group.slug for group in groups] == ["a-b", "a-b-2", "A-b-3"]
 
 
+def test_equal_titles_show_three_keys_and_count_the_others():
+    def titles(count):
+        keys = [{f"optim.k{place}": value for place in range(count)} for value in (1, 2)]
+        groups = [ProtoGroup("same", "", Arm("fp32", "fp32", []), [], own) for own in keys]
+        name_groups(groups)
+        return [group.title for group in groups]
+
+    shown = [f" optim.k0={value} optim.k1={value} optim.k2={value}" for value in (1, 2)]
+    assert titles(3) == [f"same{text}" for text in shown]
+    assert titles(4) == [f"same{text} and 1 more keys" for text in shown]
+    assert titles(5) == [f"same{text} and 2 more keys" for text in shown]
+
+
+def test_a_slug_has_80_characters_at_most_and_at_least_one():
+    groups = [ProtoGroup(t, "", Arm("a", "a", []), []) for t in ("x" * 90, "-/.", "...")]
+    name_groups(groups)
+    assert [group.slug for group in groups] == ["x" * 80, "group", "group-2"]
+
+
 def test_a_mode_of_ones_own_is_called_by_its_name_and_another_scaler_named(tmp_path):
     write_study(tmp_path, {"fp32": [1.0], "amp": [1.0]})
     for scaler in ("dynamic", "static"):
@@ -335,15 +369,68 @@ def test_fp32_under_another_name_is_the_baseline_where_there_is_no_other(tmp_pat
     write_run(tmp_path / "half", "half")  # most of its values are not recorded
     [group], _ = grouped(tmp_path)
     assert labels(group) == ["fp32", "amp", "half", "plain"]
+    [group], _ = group_runs(load_runs([tmp_path])[0], baseline="half")  # whatever it computed in
+    assert labels(group)[0] == "half"
 
 
-@pytest.mark.parametrize("changed", ["param_dtype", "autocast_dtype", "fp32_math"])
-def test_what_is_not_all_fp32_is_no_baseline(tmp_path, changed):
-    value = "tf32" if changed == "fp32_math" else "fp16"
-    write_run(tmp_path / "own", "own", overrides=FULL_FP32 | {f"precision.{changed}": value})
-    write_run(tmp_path / "amp", "amp")
-    groups, lines = grouped(tmp_path)
-    assert groups == [] and "no FP32 runs" in lines[0]
+PLAIN = flat({"precision": asdict(PrecisionConfig()), "scaler": asdict(ScalerConfig())}) | {
+    f"precision.{key}_dtype": "fp32" for key in ("param", "norm", "master", "grad", "loss")
+}
+# They qualify what FP32 has not. Composition refuses them without it, but for the last two, which
+# name layers and products of what is not there.
+QUALIFY = {
+    "precision.reduce_divide": "before",
+    "precision.reduce_order": "ring",
+    "precision.update.rounding": "kahan",
+    "precision.matmul.granularity": "row",
+    "precision.matmul.weight_granularity": "16x16",
+    "precision.matmul.weight": "e4m3",
+    "precision.matmul.grad_output": "e5m2",
+    "precision.matmul.scale": "pow2",
+    "precision.matmul.scale_rounding": "even",
+    "precision.matmul.history": 16,
+    "precision.matmul.margin": 1,
+    "precision.matmul.grad_rounding": "stochastic",
+    "precision.matmul.hadamard": ["output"],
+    "precision.matmul.dequantized": ["grad_input"],
+    "precision.matmul.high_precision": ["output"],
+    "precision.matmul.modules": ["fc*"],
+}
+
+
+def may_be_baseline(keys):
+    run = made_run(0, 1.0, mode="own", keys=keys, scaler=keys.get("scaler.kind", "none"))
+    return cells_of([run])[0].is_baseline
+
+
+@pytest.mark.parametrize("key", [key for key in PLAIN if key.startswith("precision.")])
+def test_what_is_not_all_fp32_is_no_baseline(key):
+    """Each key of the schema tells, but those that qualify another one."""
+    assert may_be_baseline(PLAIN)
+    if key in (*QUALIFY, "precision.name"):
+        assert may_be_baseline(PLAIN | {key: QUALIFY.get(key, "mine")})
+        return
+    for value in ("bf16", "fp16", "tf32", "e4m3", {"fc": "fp16"}, "", "fp32 "):
+        assert not may_be_baseline(PLAIN | {key: value})
+    assert not may_be_baseline({name: own for name, own in PLAIN.items() if name != key})
+
+
+def test_a_scaled_loss_is_no_baseline():
+    for kind in ("dynamic", "static", "logmax"):
+        assert not may_be_baseline(PLAIN | {"scaler.kind": kind})
+    # Of an earlier record the scaler's name tells.
+    old = {key: value for key, value in PLAIN.items() if key != "scaler.kind"}
+    assert may_be_baseline(old)
+    [cell] = cells_of([made_run(0, 1.0, mode="own", keys=old, scaler="dynamic")])
+    assert not cell.is_baseline
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("key", [*QUALIFY][:-2])
+def test_what_qualifies_a_key_that_fp32_has_not_is_refused(key):
+    value = str(QUALIFY[key]).replace("'", "")
+    with pytest.raises(BadInput, match=r"precision\."):
+        compose_config(["precision=fp32", f"{key}={value}"])
 
 
 def test_intervals_of_evaluations_may_differ_if_the_last_steps_agree(tmp_path):

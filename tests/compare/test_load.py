@@ -34,6 +34,7 @@ def test_a_run_as_it_was_recorded(tmp_path):
     assert run.keys["optim.lr"] == 0.1 and run.keys["precision.overrides"] == {}
     assert run.choices["model"] == "lstm_lm" and run.sample == "token"
     assert (run.samples_per_s, run.peak_bytes, run.activation_bytes) == (1003.0, 10, None)
+    assert run.memory_measure == "process resident set"
     assert run.environment["packages"] == {"torch": "2.15.0"} and not run.foreign
     assert run.sample_grid == str(folder / "samples" / "step-00000200.png")
 

@@ -266,3 +266,18 @@ def test_four_lines_fit_a_terminal(pair, capsys, monkeypatch):
     assert max(map(len, lines)) <= 80
     heads = [line[:13] for line in lines if re.match("  amp: |    [A-Z]", line)]
     assert heads == ["  amp: one pa", "    Over the ", "    Not seen:", "    Inside 1 "]
+
+
+def test_a_pair_of_logs_is_held_against_the_bar_over_its_judged_steps():
+    """A log has no final evaluation: any metric of it counts at its last steps."""
+    own, base = (
+        made_run(0, *values, metric="top1", foreign=True, judged=np.array([200.0, 300.0]))
+        for values in ([9.0, 5.0, 7.0], [9.0, 4.0, 4.0])
+    )
+    question = Question(
+        metric="top1", higher_is_better=True, unit="points", relative=False, margin_setting=2.5
+    )
+    facts = pair_facts(own, base, question, (-3.0, -4.0))
+    # More points are better: 1 and 3 more, 2 on average.
+    bar = {"of": "top1", "gap": -2.0, "size": 2.5, "inside": True}
+    assert facts["bar"] == bar and facts["steps"]["count"] == 2

@@ -95,3 +95,12 @@ def test_an_error_rate_is_judged_in_points_and_lower_is_better(tmp_path):
     assert not group.relative and not group.higher_is_better
     [row] = group.rows
     assert row.verdict.name == "worse" and "+1.00 points" in row.verdict.sentence
+
+
+@pytest.mark.parametrize("lowest", [0.0, -1.0])
+def test_a_perplexity_that_is_none_is_refused(lowest):
+    base = made_arm({})
+    base.runs = [made_run(0, lowest, 8.0, metric="perplexity")]
+    question = Question(metric="perplexity", unit="perplexity", window=2)
+    with raises_line(BadInput, f"is {lowest:g}; a perplexity must be above 0"):
+        outcomes(base, base, question)

@@ -216,6 +216,22 @@ def test_a_baseline_that_loses_its_runs_ends_the_rounds(tmp_path):
     assert line == "amp: not decided, no outcome of seeds 1, 3-4 of fp32"
 
 
+def test_the_next_round_has_open_modes_and_their_own_baselines():
+    """Two configurations: of the second all modes are decided, of the first one is open."""
+    names = ("fp32", "amp", "bf16", "fp32 lr", "amp lr", "no runs")
+    arms = [SweptArm(name, SeedPlan(4, 3, 6), open=False) for name in names]
+    rounds = Rounds(arms)
+    assert rounds.following() == [(place, seed) for seed in (4, 5, 6) for place in range(6)]
+    for place, baseline in ((0, 0), (1, 0), (2, 0), (3, 3), (4, 3)):
+        arms[place].baseline = arms[baseline]
+    assert rounds.following() == []
+    arms[0].open = arms[3].open = True  # a baseline goes on for others alone
+    assert rounds.following() == []
+    arms[1].open = True
+    assert rounds.following() == [(0, 9), (1, 9)]  # the fourth round's seed
+    assert rounds.following() == []  # the plan has no more seeds
+
+
 def test_a_comparison_in_the_middle_says_what_is_open(tmp_path, capsys):
     for mode in ("fp32", "amp"):
         for seed in range(4):

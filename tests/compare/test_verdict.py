@@ -9,6 +9,7 @@ from mprun.comparison.findings import Arm, Question
 from mprun.comparison.grouping import ProtoGroup
 from mprun.comparison.verdict import assess, judge
 from mprun.errors import BadInput
+from mprun.record.metric_facts import Metric
 
 from ..helpers import raises_line
 from .made_runs import made_arm, made_run
@@ -248,6 +249,50 @@ def test_a_split_whose_samples_are_coarser_than_half_the_margin_is_told():
     assert assess(top1(400)).notes == []
     [note] = assess(top1(399)).notes
     assert note.startswith("one evaluated sample is 0.25 points, too coarse for a margin of 0.5")
+    # Of a fraction a sample is 1 / n.
+    fraction = Metric("top1", unit="fraction", higher_is_better=True, counts_samples=True)
+    for samples, notes in ((400, 0), (399, 1)):
+        proto = top1(samples)
+        proto.keys["compare.margin"] = 0.005
+        for run in proto.every_run:
+            run.metrics = {"top1": fraction}
+            run.evals["top1"] = run.evals["top1"] / 100
+        assert [note.partition(",")[0] for note in assess(proto).notes] == [
+            "one evaluated sample is 0.0025"
+        ] * notes
+
+
+def test_runs_that_contradict_each_other_on_a_metric_are_refused():
+    proto = top1(None)
+    for run, higher in zip(proto.every_run, (True, True, False, True, True, True), strict=True):
+        run.metrics = {"top1": Metric("top1", unit="points", higher_is_better=higher)}
+    with raises_line(BadInput, "compare.metric=top1: runs contradict each other: more is better"):
+        assess(proto)
+
+
+@pytest.mark.parametrize(
+    ("options", "as_recorded"),
+    [
+        ({}, True),
+        ({"metric": "loss", "margin": 0.02}, True),
+        ({"margin": 0.01}, False),
+        ({"metric": "other"}, False),
+        ({"absolute": True}, False),
+    ],
+)
+def test_a_stated_scatter_counts_for_the_recorded_metric_and_margin_alone(options, as_recorded):
+    keys = {"compare.metric": "loss", "compare.margin": 0.02, "compare.window": 1}
+    arms = [made_arm({0: 2.0}, mode) for mode in ("fp32", "amp")]
+    for arm in arms:
+        for run in arm.runs:
+            run.keys = {"compare.pair_sd": 0.001, "compare.pair_sd_source": "12 seeds"}
+            run.evals["other"] = run.evals["loss"]
+            run.metrics["other"] = Metric("other", unit="relative", higher_is_better=False)
+    if "metric" in options and options["metric"] == "other":
+        options = options | {"margin": 0.02}
+    [row] = assess(ProtoGroup("t", "", arms[0], arms[1:], keys, []), **options).rows
+    assert (row.verdict.facts["test"] is not None) == as_recorded
+    assert (row.verdict.facts["no_test"] is None) == as_recorded
 
 
 @pytest.mark.parametrize(("margin", "allowed"), [(0.5, False), (math.nextafter(0.5, 0), True)])

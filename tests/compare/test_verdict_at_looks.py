@@ -1,5 +1,7 @@
 """Verdicts at planned looks: which look decides, and what waits."""
 
+from dataclasses import replace
+
 import pytest
 
 from mprun.comparison.findings import Arm, Question, Verdict
@@ -90,4 +92,10 @@ def test_logs_without_seeds_have_no_order_in_which_looks_could_take_them():
     assert (verdict.look, verdict.method, verdict.seeds) == (5, "Welch", [0, 1, 2, 3, 4])
     own.runs.pop()
     with pytest.raises(BadInput, match="--looks 3,5: 4 and 5 runs name no seeds, so nothing says"):
+        judge(own, base, question)
+    # As many as a look in one arm, or as many as no look in both, say nothing either.
+    with pytest.raises(BadInput, match="--looks 3,4: 4 and 5 runs name no seeds"):
+        judge(own, base, replace(question, looks=[3, 4]))
+    base.runs.pop()
+    with pytest.raises(BadInput, match="--looks 3,5: 4 and 4 runs name no seeds"):
         judge(own, base, question)
