@@ -13,7 +13,7 @@ from mprun.cli import main
 from mprun.errors import DAMAGED, DONE
 from mprun.record import seal
 from mprun.record.run_record import Record, read_record
-from mprun.record.seal import BrokenSeal, check_seal, content_of, files_of
+from mprun.record.seal import BrokenSeal, check_seal, content_of, files_of, seal_of
 
 from ..helpers import TINY_GAN, TINY_LM, but, record_of, refused
 from ..tables import with_extensions
@@ -103,6 +103,44 @@ def test_file_wanted_and_found_are_named(own, name, damage, capsys):
 
 
 @pytest.mark.usefixtures("here")
+@pytest.mark.parametrize("pattern", seal.SEALED)
+def test_every_kind_of_file_is_sealed_to_its_last_bit(tmp_path, pattern):
+    """A bit, a length, a file more or less is found, in made files."""
+    names = [kind.replace("*", "00000003") for kind in seal.SEALED]
+    name, content = pattern.replace("*", "00000003"), b"\x00abc"
+
+    def written():
+        for other in names:
+            (tmp_path / other).parent.mkdir(exist_ok=True, parents=True)
+            (tmp_path / other).write_bytes(content)
+        fields = {"status": "done", "number": 1}
+        sealed = fields | {"seal": seal_of(tmp_path, fields)}
+        (tmp_path / "run.json").write_text(json.dumps(sealed))
+        check_seal(tmp_path)
+        return tmp_path / name
+
+    path = written()
+    sealed = json.loads((tmp_path / "run.json").read_text())["seal"]["files"]
+    digest = hashlib.sha256(content).hexdigest()
+    assert sealed == {other: {"bytes": 4, "sha256": digest} for other in names}
+    flipped = [bytes(b ^ (1 << bit if at == i else 0) for i, b in enumerate(content))
+               for at in range(4) for bit in (0, 7)]  # fmt: skip
+    for changed in (*flipped, b"", content[:-1], content + b"\x00"):
+        path.write_bytes(changed)
+        with pytest.raises(BrokenSeal, match="changed since the run ended: is"):
+            check_seal(tmp_path)
+    written().unlink()
+    for read in (check_seal, lambda folder: content_of(folder, name)):
+        with pytest.raises(BrokenSeal, match="is missing"):
+            read(tmp_path)
+    if "*" in pattern:  # a file of which a record may have any number
+        written()
+        more = tmp_path / pattern.replace("*", "00000004")
+        more.write_bytes(content)
+        with pytest.raises(BrokenSeal, match="not a file of this run"):
+            check_seal(tmp_path)
+
+
 @pytest.mark.parametrize("name", ["metrics.jsonl", NUMERICS[0]])
 def test_compare_reads_what_the_run_wrote(own, baseline, name, capsys):
     path = own / name
