@@ -56,11 +56,11 @@ GAP_POINTS = 60  # of a curve of 6,000 steps
 GAP_SD = 0.0005  # of a gap within a seed, relative to the loss
 PLANTED = ("0", "0.0005", "0.0025")  # growth over the last half, relative to the loss
 GAPS = {
-    "independent": "independent from point to point",
-    "AR(1) 0.95": "autoregressive, correlation 0.95 from one point to the next",
-    "random walk": "a random walk, which ends with 4 standard deviations",
-    "skewed slopes": "autoregressive, and each seed has a slope of its own. The slopes are an "
-    "exponential that is turned round, of mean 0, so that one seed in many falls much",
+    "independent": "gaps are independent from point to point",
+    "AR(1) 0.95": "gaps are autoregressive, with correlation 0.95 from one point to the next",
+    "random walk": "gaps follow a random walk, whose end has 4 standard deviations",
+    "skewed slopes": "gaps are autoregressive, and each seed has its own slope. Slopes follow a "
+    "mirrored exponential with mean 0, so that one seed in many falls much",
 }
 
 

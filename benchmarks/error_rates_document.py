@@ -127,14 +127,14 @@ def document(results: dict) -> str:
     rate = {name: _percent(value) for name, value in results["summary"].items()}
     noises = "\n".join(f"- *{name}*: {text}." for name, text in results["noises"].items())
     others = "\n".join(
-        f'| false "matches", noise: {kind} | {rate[f"false_matches_{kind}"]} |\n'
-        f'| false "worse" or "better", noise: {kind} | '
+        f'| false "matches" with this noise: {kind} | {rate[f"false_matches_{kind}"]} |\n'
+        f'| false "worse" or "better" with this noise: {kind} | '
         f"{rate[f'false_claims_when_equal_{kind}']} |"
         for kind in results["noises"]
         if kind != "normal"
     )
     growing = "\n".join(
-        f'| "grows" although the gap does not, gaps within a seed: {kind} | '
+        f'| "grows" although the gap does not, with this noise within a seed: {kind} | '
         f"{rate[f'false_growth_{kind}']} |"
         for kind in results["gaps"]
     )
@@ -148,21 +148,20 @@ def document(results: dict) -> str:
     )
     old = [name for name, day in drawn.items() if day < RATIO_SINCE]
     earlier = (
-        f"\nSome are older than the ratio test: {', '.join(old)}. Their margin was computed\n"
-        "from the baseline's mean and taken for known. This is nearly the same where seeds\n"
-        "scatter by at most 1 %.\n"
+        f"\nSome are older than the ratio test: {', '.join(old)}. They computed the margin\n"
+        "from the baseline's mean and took it as known. If seeds scatter by at most 1 %,\n"
+        "this is nearly the same.\n"
         if old
         else ""
     )
     return f"""# Error rates of `mprun compare`
 
-This page says how often a verdict is wrong, by simulation with the shipped code.
+This page shows how often a verdict is wrong, by simulation with mprun's own code.
 
-A cell has {results["draws"]:,} draws. Each draw fills two arms of runs with final losses of known
-truth and asks the shipped code, `mprun.comparison.verdict.judge`, for the verdict. The margin is
-1 % of the baseline's mean. The correlation is 0.3 between arms that share seeds, 0 between those
-that do not.
-One standard error of a rate near 5 % is {_percent(math.sqrt(0.05 * 0.95 / results["draws"]))}.
+Each case has {results["draws"]:,} draws. A draw fills two arms of runs with final losses of known
+truth, and `mprun.comparison.verdict.judge` gives the verdict. The margin is 1 % of the baseline's
+mean. The correlation is 0.3 between arms that share seeds, and 0 between other arms.
+A rate near 5 % has a standard error of {_percent(math.sqrt(0.05 * 0.95 / results["draws"]))}.
 
     {results["command"]}
 
@@ -171,17 +170,17 @@ numbers are in `error_rates.json`. The tables were drawn on these days:
 
 {days}
 {earlier}
-| what | worst rate over the cells |
+| claim | worst rate over all cases |
 |---|---|
-| "matches" although the true difference equals the margin, normal noise, looks included | \
+| false "matches" at the margin, with normal noise (looks included) | \
 {rate["false_matches_normal"]} |
-| "worse" or "likely worse" (or "better" or "likely better") although equal, normal noise, looks \
-included | {rate["false_claims_when_equal_normal"]} |
-| the same, three seeds of the baseline against 10 or 20 others of the mode (Welch): "matches" | \
+| false "worse" or "better" (also "likely") of equal modes, with normal noise (looks included) | \
+{rate["false_claims_when_equal_normal"]} |
+| false "matches" at the margin, with three baseline seeds and 10 or 20 of the mode (Welch) | \
 {rate["false_matches_uneven_welch"]} |
-| "worse" or "better" although equal there | \
+| false "worse" or "better" of equal modes, with these numbers of seeds | \
 {rate["false_claims_when_equal_uneven_welch"]} |
-| "matches" when truly equal: seed sd 0.4 %, 5 shared seeds | \
+| right "matches" of equal modes, with seed sd 0.4 % and 5 shared seeds | \
 {rate["matches_when_equal_sd_0.4_n_5"]} |
 | false "matches" of naive looks at 3, 5, 10 seeds (not offered) | \
 {rate["false_matches_naive_looks"]} |
@@ -189,133 +188,138 @@ included | {rate["false_claims_when_equal_normal"]} |
 {rate["false_claims_when_equal_naive_looks"]} |
 | sweeps with `until=decided max_seeds=10`: false "matches" at the margin | \
 {rate["false_matches_until"]} |
-| false "worse" at the margin there | {rate["false_worse_until"]} |
-| "worse" or "better" although equal there | {rate["false_claims_when_equal_until"]} |
+| such sweeps: false "worse" at the margin | {rate["false_worse_until"]} |
+| such sweeps: false "worse" or "better" of equal modes | \
+{rate["false_claims_when_equal_until"]} |
 | false "matches" of a test after every seed (not offered) | {rate["false_matches_every_seed"]} |
-| one pair of runs, true scatter stated: "inside" although the gap is the bar | \
+| one pair of runs, true scatter stated: "inside" although the gap equals the bar | \
 {rate["inside_at_the_bar_the true one"]} |
-| half the true scatter stated: the same | {rate["inside_at_the_bar_half of it"]} |
+| one pair of runs, half the true scatter stated: "inside" although the gap equals the bar | \
+{rate["inside_at_the_bar_half of it"]} |
 {others}
 {growing}
 
 ## Why a relative margin is tested as a ratio
 
-"Within 1 % of FP32" bounds a ratio of two means, and FP32's mean is known no better than its seeds
-allow. A margin may be computed from that mean and then taken for known. Where equal seeds end
-nearly alike, but seeds scatter, it is wrong by more than the differences are. At a true difference
-of the margin it moves with the seeds. So the test takes own - (1 +- margin) * base for each seed,
-and the interval is Fieller's, the ratios that this test does not reject. The t statistic of such a
-combination is exact for normal noise at any correlation ("scatter" in the tables). Welch's test of
+"Within 1 % of FP32" bounds a ratio of two means, and FP32's mean is uncertain, too. A simpler test
+computes the margin from that mean and takes it as known. This goes wrong if seeds scatter, but
+equal seeds end nearly alike. The error of the margin is then larger than the scatter of the
+differences. So the test takes own - (1 +- margin) * base for each seed. The interval holds the
+ratios that this test does not reject (Fieller's interval). For normal noise, the t statistic of
+such a combination is exact at any correlation ("scatter" in the tables). Welch's test of
 the same two combinations is approximate. With three seeds against many its interval is too short.
-If the mean of FP32 may be 0 by its own scatter, no such interval exists. Then the comparison is
+If FP32's seeds cannot tell its mean from 0, no such interval exists, and the comparison is
 refused. This happens in up to {refused} of the draws, with three seeds that scatter by 20 %.
 
 ## How `--looks` keeps its rate
 
-A test at 3, then 5, then 10 seeds has three chances of a wrong claim. `--looks 3,5,10`
-therefore tests every look at the same stricter one-sided alpha (Pocock 1977),
+A test at 3, then 5, then 10 seeds has three chances of a wrong claim. So `--looks 3,5,10`
+tests every look at the same stricter one-sided alpha (Pocock 1977):
 {_percent(results["nominal_alpha"])} instead of 5 %, with intervals of \
-{_percent(1 - 2 * results["nominal_alpha"])} confidence. At a
-true difference equal to the margin the t statistics of nested looks have a joint distribution. It
-depends only on the numbers of seeds, so this alpha is found by simulating it (400,000 draws, fixed
-seed). It is derived for shared seeds and also used for Welch; the table shows its rates there. The
-price is a lower rate of "matches" at the last look than a fixed test of 10 seeds has. The gain is
-that clear cases end early (column "seeds used").
+{_percent(1 - 2 * results["nominal_alpha"])} confidence. If the
+true difference equals the margin, the t statistics of nested looks have a known joint distribution.
+It depends only on the numbers of seeds, so a simulation finds this alpha (400,000 draws, fixed
+seed). It is computed for shared seeds and also used for Welch; the table shows the rates for both.
+The price is a lower rate of "matches" at the last look, compared with a fixed test of 10 seeds. The
+gain is that clear cases end early (column "seeds used").
 
 ## Sweeps that run until they are decided
 
-`until=decided max_seeds=10` has an interim look after every seed from the third on. It has spent
-(n / 10)^1.5 of the 5 % after n seeds (Kim and DeMets 1987). It spends little at the first looks and
-most at the last, where it decides most. The alpha of each look is simulated as Pocock's is. From
-five seeds on it gives up where 5 % without looks would take more than 30 seeds. That is not
-binding, so it only lowers the rates. {_compared(results)}
+`until=decided max_seeds=10` has an interim look after every seed from the third on. After n seeds
+it has spent (n / 10)^1.5 of the 5 % (Kim and DeMets 1987). It spends little at the first looks and
+most at the last, where it decides most. A simulation finds the alpha of each look, as for Pocock.
+From five seeds on, a mode stops if a plain test at 5 % would need more than 30 seeds. This stop is
+not binding, so it only lowers the rates. {_compared(results)}
 
-A program of its own, which knows the margin beforehand, gave the same shares of right words to
-within 0.8 points. Its numbers of seeds were the same to within 0.1 (29 November 2026; the figures
-are in tests/compare/test_error_rates.py). Only where it gave up did it end
-sooner, by 0.2 to 0.4 seeds.
+An independent program, with a known margin, gave the same shares of right verdicts to
+within 0.8 points. Its numbers of seeds agreed to within 0.1 (29 November 2026; the figures
+are in tests/compare/test_error_rates.py). It needed 0.2 to 0.4 seeds fewer only in cases
+where it gave up.
 
-Seeds that scatter much while equal seeds end alike change nothing: the test is the same ratio test.
-Noise that is not normal does, and looking early makes it worse: a few seeds often contain no bad
-one. False "matches" at the margin are:
+If seeds scatter much and equal seeds end alike, the rates stay the same: the test is still the
+ratio test. Noise that is not normal changes the rates, and early looks make it worse. The reason is
+that a few seeds often contain no bad one. These are the rates of false "matches" at the margin:
 
 {_noise_lines(results)}
 
-MLPerf's records end on few values. In 11 % of the draws of three seeds all differences of equal
-seeds are equal, and so is the margin itself. Rounding decides between two words there. The ratio
-test takes FP32's scatter into account there; the table of other noises at the end was drawn
-before.
+MLPerf's records end on few values. In 11 % of the draws of three seeds, all differences of equal
+seeds are equal, and equal to the margin. Rounding then decides between two verdicts. In this table,
+the ratio test includes FP32's scatter. The table of other noises at the end is older and does
+not.
 
 ## One pair of runs
 
-A pair gets no verdict, because one seed says nothing about others. Who knows how the gap of such a
-pair scatters, in standard deviations, states it: `compare.pair_sd`. A pair then passes if |gap| +
-1.645 sd is less than the bar. The rate of this test is exactly 5 % if the statement is
+A pair gets no verdict, because one seed says nothing about others. If you know the standard
+deviation of the gap of such pairs, state it as `compare.pair_sd`. A pair then passes if |gap| +
+1.645 sd is less than the bar. The rate of this test is exactly 5 % if the stated value is
 true and the scatter is normal ("pair" in the tables). Half the true scatter gives \
-{rate["inside_at_the_bar_half of it"]} instead of 5 %. A scatter from a few earlier pairs is a draw
-itself: from three pairs the rate is {rate["inside_at_the_bar_that of 3 earlier pairs"]}, from five
+{rate["inside_at_the_bar_half of it"]} instead of 5 %. An estimate from a few pairs is itself
+random. From three pairs the rate is {rate["inside_at_the_bar_that of 3 earlier pairs"]}, from five
 {rate["inside_at_the_bar_that of 5 earlier pairs"]}, from ten \
-{rate["inside_at_the_bar_that of 10 earlier pairs"]}. The rate is 5 % again if the scatter is
-stated {widened(3):.2f} times as large (three pairs), {widened(5):.2f} times (five) or \
+{rate["inside_at_the_bar_that of 10 earlier pairs"]}. To get 5 % again, state
+{widened(3):.2f} times the estimate (three pairs), {widened(5):.2f} times (five) or \
 {widened(10):.2f} times (ten).
 This puts t(0.95, n - 1) in the place of 1.645.
 
 ## Whether a gap grows
 
-The test takes each seed's least-squares slope of the gap to the baseline over the last half of the
-steps. One t test of these slopes is one-sided at 5 % (`mprun.comparison.gap_growth`). Within a seed
-the gap at one step predicts the next one, so no test may count steps. Slopes of separate seeds are
-independent, and the test counts only these. The table at the end is drawn with curves of 60
-points over 6,000 steps. Their gaps have a standard deviation of 0.05 % of the loss. The curves fall
-from 6 to 2 nats and scatter by 1 % over seeds. A growth of 0.25 % of
-the loss over the last half is found in at least {rate["growth_of_0.25_found_n_3"]}
-of comparisons with three seeds. The rates hold for slopes that
-are normal over seeds. If one seed in many falls much, a few seeds often contain none of these, and
-up to {rate["false_growth_skewed slopes"]} of comparisons report "grows". The rate is that of one
-mode; nothing is corrected for their number. This table alone:
+For each seed, the test takes the least-squares slope of the gap to the baseline over the last half
+of the steps. A one-sided t test at 5 % compares these slopes with 0
+(`mprun.comparison.gap_growth`). Within a seed, the gap at one step predicts the next one, so steps
+must not be counted as samples. Slopes of separate seeds are independent, and the test counts only
+these. The table at the end has curves of 60 points over 6,000 steps. Their gaps have a standard
+deviation of 0.05 % of the loss. The curves fall from 6 to 2 nats and scatter by 1 % over seeds. A
+growth of 0.25 % of the loss over the last half is found in at least \
+{rate["growth_of_0.25_found_n_3"]} of comparisons with three seeds. The rates hold if slopes are
+normal over seeds. If the gap falls much for one seed in many, a few seeds often contain none of
+these. Then up to {rate["false_growth_skewed slopes"]} of comparisons report "grows". Each mode has
+this rate; the test does not correct for the number of modes. This command draws only this table:
 
     python benchmarks/error_rates.py --only growth --write docs
 
-## What this does not say
+## Limits of these rates
 
 - The t interval assumes that differences are normal over seeds. If only tails are heavy, or both
-  arms are skewed alike (their difference is symmetric), the rates above hold and only power
-  changes. If only the mode is skewed, a few seeds often contain no bad one. They then look better,
-  and more alike, than the mode is: false "matches" up to \
-{rate["false_matches_skewed mode"]}. There are more where equal seeds end alike but for a
-  skewed loss of the mode. They are up to {rate["false_matches_exponential difference"]} if that \
+  arms are skewed alike (so their difference is symmetric), the rates above hold and only power
+  changes. If only the mode is skewed, a few seeds often contain no bad one. The mode then looks
+  better, and its seeds more alike, than it is: false "matches" reach \
+{rate["false_matches_skewed mode"]}. They are more frequent if equal seeds differ only by a
+  skewed loss of the mode. They reach {rate["false_matches_exponential difference"]} if that \
 loss is exponential, and
-  up to {rate["false_matches_skewed difference"]} if it is lognormal (sigma 1). The rate grows with
-  the skew without a limit, whatever its size beside the margin. Runs drawn from published
-  references of MLPerf Training: up to \
+  {rate["false_matches_skewed difference"]} if it is lognormal (sigma 1). The rate grows with
+  the skew without a limit, whatever the size of the margin. Runs drawn from published
+  references of MLPerf Training give up to \
 {rate["false_matches_MLPerf records"]}.
-  **Rare bad seeds defeat any test of few seeds.** If one seed in ten ends 10 % worse and nine are
-  as good as FP32, the mean differs by the margin. Up to {rate["false_matches_rare bad seeds"]} of
-  comparisons then report "matches", because no bad seed was among those that were run. Bad seeds
-  that meet the divergence rule count as diverged; milder ones take more seeds to see.
-- From seven shared seeds on (four and four others) each claim is tested again by permutation, which
-  does not assume normal noise. If that does not confirm it, the verdict says so ("not confirmed" in
-  the last table). It gives few false alarms and finds few of the wrong claims: no test of the drawn
-  seeds shows the others. The rates of normal noise are an assumption; the table of other noises
-  shows the rates without it.
-- A verdict is on final losses with the seeds' noise; it covers no other seeds, data or lengths.
+  **Rare bad seeds defeat any test of few seeds.** Suppose that one seed in ten ends 10 % worse and
+  nine are as good as FP32. The mean then differs by the margin. Up to \
+{rate["false_matches_rare bad seeds"]} of comparisons report "matches", because no bad seed was
+  among the seeds that were run. Bad seeds
+  that meet the divergence rule count as diverged; finding milder ones takes more seeds.
+- From seven shared seeds on (or four and four others), a permutation test checks each claim. It
+  does not assume normal noise. If it does not confirm the claim, the verdict says so ("not
+  confirmed" in the last table). It gives few false alarms, but finds few of the wrong claims: no
+  test of these seeds can show the others. The rates above assume normal noise; the table of other
+  noises does not.
+- A verdict is about final losses and the noise of seeds. It does not cover other seeds, data or
+  lengths.
 - Each mode of a comparison has its own 5 %. Among ten modes that truly differ by the margin, four
   in ten comparisons contain a false "matches" (1 - 0.95^10, if they were independent).
 
 ## Tables
 
-"true 0", "true 1 %" (the margin), "true 2 %": the difference of the means. (L)W: worse and likely
-worse together, (L)B: better and likely better together.
+"true 0", "true 1 %" (the margin) and "true 2 %" are true differences of the means. (L)W counts
+worse and likely worse together, (L)B better and likely better.
 
-Noise over seeds, its standard deviation in column "seed sd":
+Column "seed sd" is the standard deviation of the noise over seeds. The kinds of noise are:
 
 {noises}
 
-Shift of the mode in the table of seeds that scatter ("true 1 %" is additive or scaled):
+In the table of seeds that scatter, the mode is shifted in two ways ("true 1 %" is the size):
 
 {shifts}
 
-Noise of a gap from step to step, in the last table ("grows by 0.00 %: said" is a false alarm):
+The last table has four kinds of noise in a gap from step to step ("grows by 0.00 %: said" is a
+false alarm):
 
 {gaps}
 
@@ -323,15 +327,16 @@ Noise of a gap from step to step, in the last table ("grows by 0.00 %: said" is 
 
 ### Sweeps until decided, and other rules on the same draws
 
-Each entry has the share of draws that end with this word, and the mean number of seeds used. A
+Each entry has the share of draws that end with this verdict, and the mean number of seeds used. A
 column is one true difference of the two arms. In correlated draws the seeds "scatter"; shifts are
-as above. A test after every seed is for comparison.
+as above. A test after every seed is listed for comparison.
 
 {sweep_tables(results)}
 
 ### One pair of runs with a stated scatter
 
-Bars in true standard deviations of a pair's gap. The first columns are wrong, the last are right.
+Bars are in true standard deviations of a pair's gap. The first columns are wrong passes, the last
+are right ones.
 
 {pair_lines(results)}
 """
@@ -347,8 +352,8 @@ def _compared(results: dict) -> str:
     saved = [max(found[rule]["seeds"] for found in at_margin) for rule in (PATIENT, UNTIL)]
     lost_words = 100 * (right(lost, PATIENT) - right(lost, UNTIL))
     return f"""It costs at most {lost_words:.1f} points of right
-words (equal seeds differ by {_percent(lost["sd"])}, a true difference of {lost["true"]:g} %). Where
-nothing can be decided it stops after {saved[1]:.1f} seeds instead of {saved[0]:.1f}."""
+verdicts (equal seeds differ by {_percent(lost["sd"])}, true difference {lost["true"]:g} %). If
+nothing can be decided, it stops after {saved[1]:.1f} seeds instead of {saved[0]:.1f}."""
 
 
 def _noise_lines(results: dict) -> str:

@@ -14,20 +14,20 @@ MARGIN = 0.01  # of the mean
 CORRELATION = 0.3
 NOISES = {
     "normal": "normal",
-    "heavy tails": "Student's t with 3 degrees of freedom, both arms",
-    "skewed": "lognormal (sigma 1), both arms: now and then a bad seed",
-    "skewed mode": "lognormal (sigma 1) for the mode alone, normal baseline",
-    "exponential mode": "exponential for the mode alone, normal baseline",
-    "exponential difference": "equal seeds end alike but for an exponential loss of the mode: the "
+    "heavy tails": "Student's t with 3 degrees of freedom, in both arms",
+    "skewed": "lognormal (sigma 1) in both arms, with a bad seed now and then",
+    "skewed mode": "lognormal (sigma 1) in the mode, normal in the baseline",
+    "exponential mode": "exponential in the mode, normal in the baseline",
+    "exponential difference": "equal seeds differ only by an exponential loss of the mode, so the "
     "differences themselves are skewed",
-    "skewed difference": "the same with a lognormal (sigma 1) loss: the worst tried without a "
-    "share of bad seeds",
-    "quantised": "normal, rounded to steps of one seed standard deviation, as an accuracy on few "
-    "samples is",
+    "skewed difference": "equal seeds differ only by a lognormal (sigma 1) loss of the mode, the "
+    "worst noise tried without rare bad seeds",
+    "quantised": "normal, but rounded to steps of one seed standard deviation, like an accuracy "
+    "on few samples",
     "MLPerf records": "runs drawn from one of 116 published references of MLPerf Training (3,753 "
-    "runs, benchmarks/mlperf_records.json). They are moved to the cell's mean and deviation",
-    "rare bad seeds": "normal, but one seed of the mode in ten makes the whole difference of the "
-    "means. It ends ten times as much worse",
+    "runs, benchmarks/mlperf_records.json). They are scaled to the mean and deviation of the case",
+    "rare bad seeds": "normal, but one seed of the mode in ten is bad. The bad seeds make the "
+    "whole difference of the means, so they end ten times as much worse",
 }
 RARE = 0.1  # share of bad seeds
 SHIFTS = {  # of equal seeds, beside the noise of their difference

@@ -69,27 +69,35 @@ def pair_summary(results: dict) -> dict[str, float]:
     }
 
 
+def _in_words(stated: str) -> str:
+    """Return the cell of a table for a name in `STATED`."""
+    words = {"half of it": "half the true one", "twice it": "twice the true one"}
+    said = words.get(stated, stated).replace("times that of", "times the estimate from")
+    return said.replace("that of", "estimated from")
+
+
 def pair_lines(results: dict) -> str:
     """Format the table."""
     heads = [
-        "stated scatter",
-        *(f"gap of the bar, bar of {bar} sd: inside" for bar in AT_BAR),
-        *(f"no gap, {bar} sd: inside" for bar in EQUAL),
+        "stated standard deviation",
+        *(f"gap equals the bar, bar of {bar} sd: pair passes" for bar in AT_BAR),
+        *(f"no gap, bar of {bar} sd: pair passes" for bar in EQUAL),
     ]
     lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
     for cell in results["pair"]:
         shares = [*cell["at_bar"].values(), *cell["equal"].values()]
-        row = [cell["stated"], *(f"{100 * share:.2f} %" for share in shares)]
+        row = [_in_words(cell["stated"]), *(f"{100 * share:.2f} %" for share in shares)]
         lines.append("| " + " | ".join(row) + " |")
     return "\n".join(lines)
 
 
 def seeds_page_rows(results: dict) -> list[str]:
     """Return the rows of docs/how_many_seeds.md: what a stated scatter is worth."""
-    heads = ["stated", "gap of the bar, said to be inside", "no gap, bar of 4.3 sd: inside"]
+    heads = ["stated standard deviation", "gap equals the bar: pair passes"]
+    heads.append("no gap, bar of 4.3 sd: pair passes")
     lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
     for cell in results["pair"]:
         shares = cell["at_bar"]["6"], cell["equal"]["4.3"]
-        row = [cell["stated"], *(f"{100 * share:.1f} %" for share in shares)]
+        row = [_in_words(cell["stated"]), *(f"{100 * share:.1f} %" for share in shares)]
         lines.append("| " + " | ".join(row) + " |")
     return lines

@@ -81,19 +81,19 @@ def options() -> str:
 _FAMILIES = ("fp32", "tf32", "fp16", "amp", "bf16", "fp8", "mxfp8", "mxfp4", "nvfp4", "int8", "qat")
 _SCALES = {
     "fp32": "",
-    "delayed": ", of the last {1}",
+    "delayed": ", from the last {1}",
     "pow2": ", a power of two",
     "e8m0": ", a power of two {0}",
-    "e4m3": ", in E4M3, and one of the tensor",
-    "four_over_six": " to 6 or to 4, in E4M3, and one of the tensor",
+    "e4m3": ", in E4M3, and one per tensor",
+    "four_over_six": ", to 6 or to 4, in E4M3, and one per tensor",
 }
 _ROUNDED = {
     "rceil": "rounded up",
     "ceil": "rounded up",
     "floor": "rounded down",
-    "even": "of the largest rounded",
+    "even": "from the rounded largest number",
 }
-_PARTS = {"tensor": "a tensor", "row": "a row"}
+_PARTS = {"tensor": "per tensor", "row": "per row"}
 
 
 def modes() -> str:
@@ -141,9 +141,9 @@ def _casts(products: ScaledProducts) -> str:
         formats += f", gradients {products.grad_output.name.upper()}"
     if products.granularity == "none":
         return f"{formats}; no scale"
-    part = _PARTS.get(products.granularity, f"for {products.granularity}")
+    part = _PARTS.get(products.granularity, f"per {products.granularity}")
     if products.weight_granularity is not None:
-        part += f", of weights {products.weight_granularity}"
+        part += f" (weights: {products.weight_granularity})"
     updates = "update" if products.history == 1 else f"{products.history:,} updates"
     rounded = _ROUNDED[products.scale_rounding]
     scale = _SCALES[products.scale].format(rounded, updates)
@@ -153,14 +153,15 @@ def _casts(products: ScaledProducts) -> str:
         "both": "; products of gradients rounded stochastically",
     }[products.grad_rounding]
     if products.hadamard:
-        more += ". Hadamard transform of " + _gradients(products.hadamard)
+        more += ". Hadamard transform for " + _gradients(products.hadamard)
     if products.high_precision and products.high_precision == products.dequantized:
-        return f"{formats}; a scale {part}{scale}{more}; outputs alone, gradients of decoded casts"
+        more += "; only for outputs; gradients use the decoded numbers"
+        return f"{formats}; one scale {part}{scale}{more}"
     if products.high_precision:
-        more += f"; {_gradients(products.high_precision)} not"
+        more += f"; {_gradients(products.high_precision)} is not cast"
     if products.dequantized:
-        more += f"; {_gradients(products.dequantized)} of decoded casts"
-    return f"{formats}; a scale {part}{scale}{more}"
+        more += f"; {_gradients(products.dequantized)} uses the decoded numbers"
+    return f"{formats}; one scale {part}{scale}{more}"
 
 
 def _gradients(products: Sequence[str]) -> str:

@@ -53,7 +53,7 @@ def own_function():
     assert torch.equal(8 * seen[0], seen[1])
 
 
-@not_handled("moves weights without an optimizer (`p.data.add_(p.grad)`)")
+@not_handled("changes weights without an optimizer (`p.data.add_(p.grad)`)")
 def no_optimizer():
     model = mprun.prepare(linear(), precision=FP16)
     (model(ONES).sum() * 1e6).backward()
@@ -77,7 +77,7 @@ def weights_in_16_bits():
             own.data.lerp_(torch.ones(4, 4), 0.1)
 
 
-@not_handled("takes the gradient with regard to an output (`autograd.grad(images, latents)`)")
+@not_handled("takes the gradient with respect to an output (`autograd.grad(images, latents)`)")
 def of_an_output():
     def act(self, latents):
         return self.layer(latents), latents
@@ -102,7 +102,7 @@ def late(calls):
 
 
 @not_handled(
-    "makes FP32 in `forward`, or calls what 16 bits lack, for the first time after the third call"
+    "first uses FP32 tensors, or an operation without a 16-bit version, after the third call"
 )
 def fp32_after_the_third_call():
     model, _ = prepared(BF16, Calls(late(3)))
@@ -113,8 +113,8 @@ def fp32_after_the_third_call():
 
 
 @not_handled(
-    "hooks a tensor, or writes to weights, in `forward` for the first time after the third call "
-    "of a compiled model"
+    "first hooks a tensor, or changes weights, in `forward` after the third call of a compiled "
+    "model"
 )
 def late_in_a_compiled_model():
     seen = []
@@ -220,7 +220,7 @@ def jit():
             torch.jit.script(model)
 
 
-@not_handled("uses `torch.autocast` for other models on a CPU, while one in amp is prepared")
+@not_handled("uses `torch.autocast` for other models on a CPU, while a model is prepared in `amp`")
 def other_autocast():
     def dtype():
         with torch.autocast("cpu", torch.bfloat16):
@@ -234,8 +234,8 @@ def other_autocast():
 
 
 @not_handled(
-    "on GPUs: multiplies codes of NVFP4 (compute capability 10.0) on two streams, or two GPUs of "
-    "a process"
+    "multiplies codes of NVFP4 (compute capability 10.0) on two streams, or on two GPUs of one "
+    "process"
 )
 def nvfp4_on_two_streams():
     pytest.skip("needs a GPU of compute capability 10.0")

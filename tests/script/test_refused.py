@@ -69,11 +69,11 @@ TO_PREPARE = {
         lambda: prepared(model=linear().half()),
         lambda: prepared(model=linear().double()),
     ],
-    "a prepared model, or a model with one inside": [
+    "a prepared model, or a model that contains one": [
         lambda: prepared(model=prepared()[0]),
         lambda: prepared(model=nn.Sequential(prepared()[0])),
     ],
-    "a layer whose parameters are not there yet": [
+    "a layer whose parameters do not exist yet": [
         lambda: mprun.prepare(nn.Sequential(nn.LazyLinear(4)))
     ],
     "a `torch.jit` module": [lambda: mprun.prepare(torch.jit.trace(linear(), ONES))],
@@ -84,13 +84,13 @@ TO_PREPARE = {
         lambda: [mprun.prepare(one) for one in sharing()]
     ],
     "an optimizer of other parameters": [lambda: mprun.prepare(linear(), sgd(linear()))],
-    "optimizer state in 8 bits, loaded before": [with_state_loaded_before],
+    "an optimizer that has already loaded state in 8 bits": [with_state_loaded_before],
     "overrides with an unknown dtype, or for no module": [
         lambda: prepared(overrides={"0": "fp17"}),
         lambda: prepared(overrides={"nothing": "fp32"}),
     ],
-    "a mode that the device does not have": [lambda: prepared("tf32")],
-    "FP8 for a model without a linear layer beside its output": [
+    "a mode that the device does not support": [lambda: prepared("tf32")],
+    "an FP8 mode for a model whose only linear layer is its output": [
         lambda: prepared("fp8_rowwise", nn.Sequential(nn.Conv2d(1, 1, 3)))
     ],
     "a policy that sums gradients in another dtype": [
@@ -200,7 +200,7 @@ IN_THE_LOOP = {
     "TF32 switched on later": [tf32_later],
     "`step()` without a gradient": [lambda: prepared()[1].step()],
     "a `GradScaler`": [grad_scaler],
-    "the model is moved or cast afterwards": [
+    "the model is moved or cast after `prepare`": [
         lambda: prepared()[0].double()(ONES),
         lambda: prepared()[0].half()(ONES),
     ],
@@ -210,9 +210,11 @@ IN_THE_LOOP = {
     "a copy of the model during its own call": [
         lambda: call(lambda self, y: copy.deepcopy(self).layer(y))
     ],
-    "a loss of a tensor from inside that is in no output and no attribute": [kept_outside],
-    "a tensor that requires gradients and enters past the inputs": [enters_past_the_inputs],
-    "tensors in an object that `copy.copy` refuses": [
+    "a loss that uses an inner tensor which is no output and no attribute": [kept_outside],
+    "a tensor that needs gradients and is used in `forward` without being an input": [
+        enters_past_the_inputs
+    ],
+    "tensors in an object that `copy.copy` cannot copy": [
         lambda: call(lambda self, y: Uncopied(y)),
         lambda: call(lambda self, y, other: y, ONES, Uncopied(ONES)),
     ],
@@ -225,21 +227,23 @@ IN_THE_LOOP = {
     ],
     "a second derivative through FP8 products": [second_derivative],
     "no operation of the network runs in the mode": [lambda: step(*prepared(model=NoProducts()))],
-    "a closure for weights that have no master copy (`bf16_stochastic`)": [
+    "a closure in a mode without master weights (`bf16_stochastic`)": [
         lambda: closures("bf16_stochastic")
     ],
     "a closure with infinite gradients at a constant scale": [
         lambda: closures(FP16, scaler=StaticLossScale(8.0))
     ],
-    "optimizer state that was kept in other 8 bits": [in_other_8_bits],
+    "loaded optimizer state that was saved in another 8-bit format": [in_other_8_bits],
     "`torch.export` of 16-bit weights": [
         lambda: torch.export.export(prepared("fp16_naive")[0].eval(), (ONES,))
+    ],
+    "`mprun.state_of` for an optimizer that mprun did not prepare": [
+        lambda: mprun.state_of(sgd(linear()))
     ],
     "`mprun.switch` to or from weights without masters": [
         lambda: mprun.switch(prepared("bf16_stochastic")[0], "fp32"),
         lambda: mprun.switch(prepared("fp32")[0], "fp16_naive"),
     ],
-    "`mprun.state_of` an optimizer of something else": [lambda: mprun.state_of(sgd(linear()))],
 }
 
 REFUSALS = [("given to `prepare`", TO_PREPARE), ("in the loop", IN_THE_LOOP)]
@@ -283,15 +287,15 @@ def compiled():
 
 
 SAID = {
-    "meets FP32 beside 16 bits in `forward`": lambda: call(
+    "mixes FP32 with 16 bits in `forward`": lambda: call(
         lambda self, y: self.layer(torch.zeros(2, 4)) + y
     ),
-    "passes whole numbers as floats that 16 bits do not hold": lambda: prepared()[0](
+    "passes whole numbers as floats that 16 bits cannot hold": lambda: prepared()[0](
         spread(4097.0, 4099.0)
     ),
     "passes numbers that become infinite": lambda: prepared()[0](spread(1e5, 1e6)),
-    "keeps averages that do not decay in 16 bits (`betas` of 0.999 in BF16)": betas,
-    "leaves no module to the mode by its overrides": lambda: step(
+    "keeps averages in 16 bits that cannot decay (`betas` of 0.999 in BF16)": betas,
+    "has overrides that leave no module in the mode": lambda: step(
         *prepared(overrides={"*": "fp32"})
     ),
     "compiles a model whose `forward` needs help in the mode": compiled,

@@ -7,7 +7,7 @@ from mprun.config.option_files import conf_dir
 from mprun.extensions.paper.rows import ROWS
 
 PAGE = (conf_dir().parent / "docs" / "recipes.md").read_text(encoding="utf-8")
-LINES = PAGE.split("## Beside the paper")[1].split("\n## ")[0].splitlines()
+LINES = PAGE.split("## Differences from the paper")[1].split("\n## ")[0].splitlines()
 CELLS = [[*map(str.strip, line.split("|"))] for line in LINES if line.startswith("| `")]
 TABLE = {name.strip("`"): cells for _, name, *cells, _ in CELLS}
 

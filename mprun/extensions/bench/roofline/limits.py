@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from mprun.precision import PrecisionPolicy
 
 LIMIT = (
-    "no step passes it, compiled or not, under these assumptions. Products run one after the other "
-    "with all their multiply-adds. They read each operand once in the format that they multiply "
-    "and write each result once. The update reads gradients and moves weights and state. All else "
-    "(casts, norms, losses) is folded into these for nothing. No tensor waits in a cache for the "
-    "next kernel"
+    "no step is faster, compiled or not, under these assumptions. Products run one after the other "
+    "with all their multiply-adds. Each product reads each operand once, in the format that it "
+    "multiplies, and writes its result once. The update reads gradients, and reads and writes "
+    "weights and state. All other work (casts, norms, losses) costs nothing. No tensor stays in a "
+    "cache for the next kernel"
 )
 LAUNCH_SOURCE = "assumed: 1.5 us a kernel in a CUDA graph, 8 us eager"
 # Bytes per parameter and step of SGD with momentum in torch's fused kernel. In FP32 the gradient is
@@ -57,8 +57,8 @@ def _gpu(
     flops = {"fp16": half, "fp32": fp32} | {form: half * over for form, over in others.items()}
     source = (
         f"assumed for {name}: FP16 products {half / 1e12:g} TFLOP/s and copies "
-        f"{bandwidth / 1e12:g} TB/s, as reached; FP32 0.86 of the data sheet"
-        f"{'; FP8 twice FP16, as there' if 'fp8' in others else ''}"
+        f"{bandwidth / 1e12:g} TB/s, as observed; FP32 0.86 of the data sheet"
+        f"{'; FP8 twice FP16' if 'fp8' in others else ''}"
     )
     return Ceilings(name, source, flops, bandwidth, gib * 2**30)
 
@@ -84,7 +84,7 @@ def ceilings_of(name: str) -> Ceilings:
         return GPUS[name.upper()]
     allowed = f"allowed: {', '.join(GPUS)}"
     if name.lower() in ("cpu", "cuda", "auto"):
-        raise BadInput(f"--gpu {name}: a roofline is that of a named GPU ({allowed})")
+        raise BadInput(f"--gpu {name}: a roofline needs the name of a GPU ({allowed})")
     raise BadInput(f"--gpu {name}: unknown{nearest(name.upper(), GPUS)} ({allowed})")
 
 
@@ -118,7 +118,9 @@ def limit(counted: Counted, ceilings: Ceilings) -> dict[str, Any]:
     lacks = {row.form for row in counted.rows if row.flops} - ceilings.flops.keys()
     if lacks:
         names = ", ".join(sorted(lacks)).upper()
-        raise BadInput(f"{ceilings.name}: no ceiling of {names} products, which the step has")
+        raise BadInput(
+            f"{ceilings.name}: the step has {names} products, whose peak rate is unknown"
+        )
     costs = [(row, row.seconds(ceilings.flops, ceilings.bandwidth)) for row in counted.rows]
     timed = [(row, max(both)) for row, both in costs]
     total = sum(seconds for _, seconds in timed)
@@ -247,13 +249,13 @@ def _notes(found: dict[str, Any]) -> list[str]:
     return [
         f"Limits from counts, not measurements. Ceilings {found['ceilings']['source']}.",
         f"Limit: {LIMIT}.",
-        "Eager: each operation takes the longer of its products and its traffic, one after the "
-        "other, update included. The ratios, x fp32, are those of eager steps.",
+        "Eager: operations run one after the other, update included. Each takes the longer of its "
+        "products and its traffic. The ratios (x fp32) compare eager steps.",
         f"Launches alone ({mode}): at most {graph} {unit}s/s replayed, {eager} eager "
         f"({LAUNCH_SOURCE}).",
         f"Update counted as: {paths}. SGD with momentum on these parameters takes, in ms a step: "
-        f"{recipes}. This holds the gradient's write and the weights' cast.",
-        "Memory without workspaces and results on their way; B/parameter without activations.",
+        f"{recipes}. These times include writing gradients and casting weights.",
+        "Memory excludes workspaces and temporary results; B/parameter excludes activations.",
     ]
 
 
