@@ -204,11 +204,13 @@ def _refuse_contradictions(options: argparse.Namespace) -> None:
     if options.multirun:
         return
     if options.jobs is not None:
-        raise BadInput(f"-j {options.jobs}: only a sweep (-m) runs several processes")
+        raise BadInput(f"-j {options.jobs}: only for a sweep (-m), which runs several processes")
     if options.stall_after is not None:
-        raise BadInput(f"--stall-after {options.stall_after:g}: only a sweep (-m) watches its runs")
+        raise BadInput(
+            f"--stall-after {options.stall_after:g}: only for a sweep (-m), which watches its runs"
+        )
     if options.rerun_damaged:
-        raise BadInput("--rerun-damaged: only a sweep (-m) has finished runs")
+        raise BadInput("--rerun-damaged: only for a sweep (-m)")
 
 
 def verbs() -> dict[str, str]:
@@ -397,7 +399,7 @@ def _arguments() -> Arguments:
     add("--stall-after", type=_seconds, metavar="SECONDS", help=seconds)
     damaged = "sweep: run finished runs with damaged files again"
     add("--rerun-damaged", action="store_true", help=damaged)
-    add("-cd", "--config-dir", metavar="DIR", help="your options, as DIR/GROUP/OPTION.yaml")
+    add("-cd", "--config-dir", metavar="DIR", help="folder of your options, DIR/GROUP/OPTION.yaml")
     add("-c", "--cfg", metavar="job|hydra|all", help="print the configuration, run nothing")
     add("-p", "--package", default="", metavar="KEY", help="with --cfg job: only this part")
     add("--resolve", action="store_true", help="with --cfg: its output is always resolved")

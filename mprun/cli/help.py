@@ -418,7 +418,7 @@ def show(options: argparse.Namespace) -> int:
     from mprun.config.overrides import as_hydra_takes, line_of, parse_overrides
 
     def not_a_run(config: object) -> None:
-        raise AssertionError("a flag that shows a configuration would have started a run")
+        raise AssertionError("this flag only shows a configuration, but would have started a run")
 
     prepare_hydra()
     source = [] if options.config_dir is None else ["--config-dir", options.config_dir]

@@ -8,15 +8,17 @@ from mprun.config.fields import count, from_zero, one_of, positive, setting
 
 @dataclass(slots=True)
 class NumericsConfig:
-    """Measurements beside the training; none of them changes a number of the run."""
+    """Measurements during training; none of them changes a number of the run."""
 
-    probes: bool = setting(False, "Probe exponents, underflow and lost updates; numerics=probes")
-    every: int = count(100, "Probe the steps divisible by this")
+    probes: bool = setting(
+        False, "Probe exponents, underflow and lost updates; numerics=probes sets it"
+    )
+    every: int = count(100, "Probe every step that this number divides")
     modules: list[str] = setting(
         list, "Module-name patterns to probe; without any: all modules without submodules"
     )
     shadow_every: int = from_zero(
-        0, "Also compute the steps divisible by this in FP32, from the same weights; 0: never"
+        0, "Repeat every step that this number divides in FP32, from the same weights; 0: never"
     )
     keep_failure: bool = setting(
         True, "Keep the state before a failing step, to replay it and find the cause"

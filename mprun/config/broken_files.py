@@ -86,7 +86,7 @@ def _read(path: str, option: str) -> OptionFile:
     except OmegaConfBaseException:
         pass  # a key that is no text
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
-        raise BadInput(f"{path}: must map keys, which are text, to values")
+        raise BadInput(f"{path}: must be a mapping from keys (text) to values")
     group = option.rpartition("/")[0]
     try:
         named = tuple(_named(values.pop("defaults", []), group))
@@ -96,7 +96,7 @@ def _read(path: str, option: str) -> OptionFile:
     own = (f"schema/{group}/", f"{group}/")
     if group in ("model", "data") and not any(one.startswith(own) for one in named):
         needs = f"its defaults need /schema/{group}/NAME@_here_"
-        raise BadInput(f"{path}: names nothing to build; {needs}")
+        raise BadInput(f"{path}: has no name of a thing to build; {needs}")
     return OptionFile(path, option, values, named)
 
 

@@ -114,7 +114,7 @@ def _composed(
     values: list[Override] = []
     for one in as_hydra_takes(overrides):
         if isinstance(one.value(), list) and one.key_or_group in groups:
-            raise TypeError(f"{one.key_or_group}: Hydra would put several options into one another")
+            raise TypeError(f"{one.key_or_group}: only one option of a group is allowed")
         is_value = one.key_or_group not in groups or isinstance(one.value(), dict)
         plain = one.package is None and not (one.is_add() or one.is_delete())
         (values if is_value and plain else chosen).append(one)
@@ -377,7 +377,7 @@ def config_from_record(record: dict, given: trust.Vouched = trust.NOTHING) -> Ru
 def _no_interpolation(value: object, key: str = "config.yaml") -> None:
     """Refuse `${...}` in a record: it could bring in this machine's environment."""
     if isinstance(value, str) and "${" in value:
-        raise BadInput(f"{key}={printable(value)}: ${{...}} has no place in the record of a run")
+        raise BadInput(f"{key}={printable(value)}: the record of a run must not contain ${{...}}")
     items = enumerate(value) if isinstance(value, list) else ()
     for name, item in value.items() if isinstance(value, dict) else items:
         _no_interpolation(name)

@@ -70,7 +70,7 @@ def _as_text(text: str) -> Override:
     if mapping_of(name) is None:
         return quoted
     needs = f"as text it needs quotes: {in_shell([assignment(key, value)])}"
-    raise BadInput(f"{printable(text)}: no number, list or mapping; {needs}") from None
+    raise BadInput(f"{printable(text)}: must be a number, list or mapping; {needs}") from None
 
 
 _IN_QUOTES = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\""""
@@ -186,7 +186,7 @@ def sweep_values(override: Override, options: list[str]) -> list[str]:
         must = "must be a list, range(), choice() or glob() to sweep over"
         raise BadInput(f"{override.input_line}: {must}")
     if not values:
-        raise BadInput(f"{override.input_line}: has no value to sweep over")
+        raise BadInput(f"{override.input_line}: needs at least one value to sweep over")
     key = line_of(override).partition("=")[0]
     return [f"{key}={value}" for value in values]
 
@@ -197,7 +197,7 @@ def _check_range(override: Override, start: Decimal, stop: Decimal, step: Decima
         raise BadInput(f"{override.input_line}: must have finite ends and a step other than 0")
     if (count := math.ceil((stop - start) / step)) > MOST_RUNS:
         raise BadInput(
-            f"{override.input_line}: {count:,} values, each a run; must be at most {MOST_RUNS:,} "
+            f"{override.input_line}: {count:,} values, one run each; must be at most {MOST_RUNS:,} "
             "in one sweep"
         )
 
@@ -263,7 +263,7 @@ _NO_HYDRA = "Hydra only composes the configuration here; none of its own keys ha
 def _refuse(override: Override, text: str) -> None:
     key = override.key_or_group
     if "\0" in text:
-        raise BadInput(f"{printable(text)}: no value holds a zero byte")
+        raise BadInput(f"{printable(text)}: a value must not contain a zero byte")
     if "${" in text:
         # It could put an environment variable into the record, or one group in place of another.
         raise BadInput(f"{printable(text)}: ${{...}} is for configuration files; write the value")
@@ -278,7 +278,7 @@ def _refuse(override: Override, text: str) -> None:
         why = next((why for names, why in _HYDRA if name.startswith(names)), _NO_HYDRA)
         raise BadInput(f"{printable(key)}: {why}")
     if override.is_delete():
-        raise BadInput(f"{printable(text)}: no key can be left out; set it to another value")
+        raise BadInput(f"{printable(text)}: a key cannot be deleted; set it to another value")
     if key in _CHOSEN_BY_GROUP:
         group = key.partition(".")[0]
         raise BadInput(f"{printable(text)}: not a value to set; choose {group}=OPTION")
@@ -286,4 +286,4 @@ def _refuse(override: Override, text: str) -> None:
         whole = "choice(), range() and glob() stand for a whole value"
         raise BadInput(f"{printable(text)}: {whole}")
     if override.package is not None:
-        raise BadInput(f"{printable(text)}: a group has one place; write {key}=OPTION")
+        raise BadInput(f"{printable(text)}: a group cannot be moved; write {key}=OPTION")

@@ -24,43 +24,47 @@ class MatmulConfig:
     grad_output: str | None = _format("the gradient of the output")
     granularity: str = setting(
         "tensor",
-        "Part that shares a scale: tensor, row, or RxC: R rows of C numbers along the sum; none: 1",
+        "Numbers that share a scale: tensor, row, RxC (R rows of C along the sum); none: scale 1",
     )
     weight_granularity: str | None = setting(
-        None, "That of weights, as 16x16, which needs one cast; null: the same"
+        None, "Granularity of weights, such as 16x16, which needs one cast; null: the same"
     )
     scale: str = one_of(
         "fp32 pow2 e8m0 e4m3 four_over_six delayed",
-        "pow2: down to a power of two; e8m0: MX; e4m3: NVFP4; four_over_six: to 6 or 4; "
-        "delayed: of the past",
+        "pow2: floor to a power of two; e8m0: MX; e4m3: NVFP4; four_over_six: to 6 or 4; delayed: "
+        "earlier",
     )
     scale_rounding: str = one_of(
-        "rceil ceil even floor", "scale=e8m0: its rounding; rceil never clips; floor: OCP MX 1.0"
+        "rceil ceil even floor",
+        "scale=e8m0: rounding of the scale; rceil: never clips; floor: OCP MX 1.0",
     )
     history: int = count(
-        1024, "scale=delayed: of how many updates the largest magnitude counts", at_most=1_000_000
+        1024, "scale=delayed: number of updates whose largest magnitude counts", at_most=1_000_000
     )
     margin: int = from_zero(
         0, "scale=delayed: powers of two left free above that magnitude", at_most=64
     )
     grad_rounding: str = one_of(
         "nearest stochastic both",
-        "Rounding of the output's gradient; stochastic: right on average; both: its products, too",
+        "Rounding of the output's gradient; stochastic: exact on average; both: both operands",
     )
     hadamard: list[str] = one_of(
-        _PRODUCTS, "Products whose operands a Hadamard matrix of 16 turns first", default=list
+        _PRODUCTS,
+        "Products whose operands are first multiplied by a Hadamard matrix of size 16",
+        default=list,
     )
     high_precision: list[str] = one_of(
-        _PRODUCTS, "Products that stay as without these formats", default=list
+        _PRODUCTS, "Products that are not cast to these formats", default=list
     )
     dequantized: list[str] = one_of(
         "grad_input grad_weight",
-        "Products of gradients that take what the output's casts decode to, not the uncast numbers",
+        "Gradient products that take the numbers decoded from the output's casts",
         default=list,
     )
     modules: list[str] = setting(
         lambda: ["*"],
-        "Name patterns of the layers, an output layer in full; !PATTERN, !last 15% take out",
+        "Name patterns of layers to cast, full name for an output layer; !PATTERN, !last 15% "
+        "exclude",
     )
 
 

@@ -109,7 +109,7 @@ class TaskKind:
         if not all(isinstance(metric, Metric) for metric in self.metrics):
             raise TypeError(f"task {self.name}: metrics must be of mprun.Metric")
         if self.metric(self.judged) is None:
-            raise ValueError(f"task {self.name}: judged={self.judged!r} is none of its metrics")
+            raise ValueError(f"task {self.name}: judged={self.judged!r} must be one of its metrics")
 
     def metric(self, name: str) -> Metric | None:
         """Return the metric of that name; None if the task does not declare it."""
@@ -121,7 +121,7 @@ class ModelConfig:
     """The base of the configurations of networks; `component` has a network's registered facts."""
 
     component: ClassVar[Network] = Network(name="", config=object, task="")
-    name: str = setting(MISSING, "Which network is built; model=OPTION sets it")
+    name: str = setting(MISSING, "Network to build; model=OPTION sets it")
 
     @property
     def carries_state(self) -> bool:
@@ -137,7 +137,7 @@ class DataConfig:
     """The base of the configurations of data; `component` has a source's registered facts."""
 
     component: ClassVar[DataSource] = DataSource(name="", config=object, family="")
-    name: str = setting(MISSING, "Which source of data is built; data=OPTION sets it")
+    name: str = setting(MISSING, "Data source to build; data=OPTION sets it")
     root: str | None = place("Folder that holds the files; null: embedded or synthetic data")
     batch_size: int = count(32, "Samples (text: streams) of a micro-batch, on one device")
     workers: int | None = ranged(
@@ -215,7 +215,9 @@ def _registered(group: str, kind: Any, name: str, **facts: Any) -> Any:
         made: Any = make_dataclass(cls.__name__, [own], bases=bases, slots=True)
         made.__module__, made.__doc__ = cls.__module__, cls.__doc__
         if hasattr(object.__new__(made), "__dict__"):
-            raise TypeError(f"{name}: a base class of {cls.__name__} is not @dataclass(slots=True)")
+            raise TypeError(
+                f"{name}: all base classes of {cls.__name__} must be @dataclass(slots=True)"
+            )
         made.component = kind(name=name, config=made, **facts)
         _add(table, made.component)
         return made

@@ -47,35 +47,41 @@ MAX_STEPS = 10_000_000
 class OptimConfig:
     """Optimizer and learning-rate schedule; the schedule counts applied updates."""
 
-    name: str = one_of(OPTIMIZERS.keys(), "Which optimizer; optim=OPTION sets it", default="sgd")
-    lr: float = positive(0.1, "Learning rate, the highest of its schedule")
-    weight_decay: float = from_zero(0.0, "Added to the gradient as L2; decoupled in adamw, muon")
+    name: str = one_of(OPTIMIZERS.keys(), "Optimizer; optim=OPTION sets it", default="sgd")
+    lr: float = positive(0.1, "Learning rate; with a schedule, its highest value")
+    weight_decay: float = from_zero(
+        0.0, "Weight decay: L2 added to the gradient; decoupled in adamw and muon"
+    )
     momentum: float | None = share(None, "Momentum; 0: plain SGD")
     nesterov: bool | None = setting(None, "Nesterov's form of momentum")
     betas: list[float] | None = share(None, "Decay of the averages of the gradient and its square")
     alpha: float | None = share(None, "Decay of the average of squared gradients")
-    eps: float | None = from_zero(None, "Added to the denominator; up to 2^-25 it is 0 in FP16")
-    initial_accumulator: float | None = from_zero(None, "Start of the sum of squared gradients")
+    eps: float | None = from_zero(
+        None, "Number added to the denominator; 2^-25 and below is 0 in FP16"
+    )
+    initial_accumulator: float | None = from_zero(
+        None, "Initial value of the sum of squared gradients"
+    )
     newton_schulz_dtype: str | None = one_of(
         "bf16 fp16 fp32", "Dtype in which Muon makes a momentum orthogonal", default=None
     )
     adjust_lr: str | None = one_of(
         "original match_rms_adamw spectral_unclamped",
-        "How Muon's rate follows a matrix's shape; match_rms_adamw: AdamW's rates fit",
+        "Scaling of Muon's rate by a matrix's shape; match_rms_adamw: use AdamW's rates",
         default=None,
     )
     adamw_lr_factor: float | None = positive(
-        None, "Learning rate of what Muon leaves to AdamW over that of matrices"
+        None, "Learning rate of AdamW's parameters, divided by that of Muon's matrices"
     )
-    implementation: str = one_of(
-        "auto fused foreach loop", "Which of torch's implementations computes the update"
-    )
+    implementation: str = one_of("auto fused foreach loop", "torch's implementation of the update")
     schedule: str = one_of(
         "constant cosine linear polynomial step epoch_decay",
-        "Learning rate over applied updates; a skipped update does not advance it",
+        "Learning-rate schedule over applied updates; a skipped update does not advance it",
     )
     warmup_updates: int = from_zero(0, "Updates in which the rate rises linearly to lr; 0: none")
-    warmup_epochs: float = from_zero(0.0, "The same in epochs, instead of warmup_updates")
+    warmup_epochs: float = from_zero(
+        0.0, "Epochs in which the rate rises to lr, in place of warmup_updates"
+    )
     final_factor: float = part(
         0.0, "schedule=linear, cosine, polynomial: rate at the end as a share of lr"
     )
@@ -83,9 +89,11 @@ class OptimConfig:
     milestones: list[float] = fraction(list, "schedule=step: shares of the run at which lr drops")
     gamma: float = fraction(0.1, "schedule=step, epoch_decay: factor of each drop")
     constant_epochs: float | None = from_zero(None, "schedule=epoch_decay: epochs before any drop")
-    bias_lr_factor: float = positive(1.0, "Learning rate of biases over that of weights; Caffe: 2")
-    decay_bias: bool = setting(True, "Weight decay on biases outside of norm layers")
-    decay_norm: bool = setting(True, "Weight decay on gain and shift of norm layers")
+    bias_lr_factor: float = positive(
+        1.0, "Learning rate of biases, divided by that of weights; Caffe: 2"
+    )
+    decay_bias: bool = setting(True, "Apply weight decay to biases outside of norm layers")
+    decay_norm: bool = setting(True, "Apply weight decay to gain and shift of norm layers")
     average_decay: float | None = fraction(
         None, "Evaluate an exponential moving average of weights, per applied update; null: none"
     )
@@ -122,11 +130,11 @@ class UpdateConfig:
 
     rounding: str = one_of(
         "nearest stochastic kahan",
-        "Storage of BF16 weights, which stochastic and kahan update in FP32, or of BF16 masters",
+        "Rounding of 16-bit weights without FP32 masters; stochastic, kahan: updated in FP32",
     )
     state_dtype: str | None = one_of(
         _STATES,
-        "Format of the optimizer's stored state; 8 bits in blocks of 256; null: the update's",
+        "Format of the optimizer's state; 8 bits: in blocks of 256; null: that of the update",
         default=None,
     )
     square_dtype: str | None = one_of(
@@ -149,7 +157,7 @@ class PrecisionConfig:
     component: ClassVar[Component] = Component(
         name="", config=object, builder="mprun.precision:build_policy"
     )
-    name: str = setting(MISSING, "Name of the precision mode, that of its file")
+    name: str = setting(MISSING, "Name of the precision mode and of its file")
     # Every record has these dtypes: one without them does not count as FP32.
     param_dtype: str = one_of(
         DTYPES, "Dtype of weights, activations and their gradients", restates=False
@@ -162,32 +170,35 @@ class PrecisionConfig:
     )
     grad_dtype: str = one_of(
         DTYPES,
-        "Dtype in which gradients are unscaled; without masters they accumulate in it, too",
+        "Dtype of unscaled gradients; without master weights also of their accumulation",
         restates=False,
     )
     loss_dtype: str = one_of(DTYPES, "Dtype of softmax and loss", restates=False)
     autocast_dtype: str | None = one_of(
         "fp16 bf16", "Dtype of torch.autocast's op lists; null: no autocast", default=None
     )
-    fp32_math: str = one_of("ieee tf32", "FP32 products: ieee in full, or with TF32 inputs")
+    fp32_math: str = one_of(
+        "ieee tf32", "FP32 products: ieee in full precision, tf32 with TF32 inputs"
+    )
     reduce_dtype: str | None = one_of(
         DTYPES,
-        "Dtype in which scaled gradients of ranks (micro-batches) are summed; null: unscaled",
+        "Dtype of the sum of scaled gradients over ranks (micro-batches); null: sum unscaled",
         default=None,
     )
     reduce_divide: str = one_of(
         "after before split",
-        "Where that sum is divided by the number of ranks; split: by about its root before",
+        "Place of the division by the number of ranks; split: about its root before, the rest "
+        "after",
     )
     reduce_order: str = one_of(
         "rank ring tree fp32",
-        "Order of that sum; ring: as gloo adds; tree: in pairs; fp32: added in FP32, rounded once",
+        "Order of this sum; ring: as in gloo; tree: in pairs; fp32: added in FP32, rounded once",
     )
     matmul: MatmulConfig = setting(MatmulConfig, "Linear layers in 8 or 4 bits")
     attention: AttentionConfig = setting(AttentionConfig, "Attention in FP8")
-    update: UpdateConfig = setting(UpdateConfig, "Store of weights and optimizer state")
+    update: UpdateConfig = setting(UpdateConfig, "Storage of weights and optimizer state")
     overrides: dict[str, str] = setting(
-        dict, "Module-name pattern: dtype of these modules, as precision.overrides.fc=fp32"
+        dict, "Dtype of modules by name pattern, such as precision.overrides.fc=fp32"
     )
     switch: list[SwitchConfig] = setting(
         list, "Later modes, [{at: 0.85, to: MODE}]; at: share of the run, or step; []: one mode"
@@ -202,46 +213,49 @@ _scale = partial(ranged, None, at_least=2.0**-126, at_most=2.0**126)
 class ScalerConfig:
     """Loss scaler; `kind` is its rule, and fields that the rule does not use stay null."""
 
-    name: str = setting(MISSING, "Name of the loss scaler, that of its file")
+    name: str = setting(MISSING, "Name of the loss scaler and of its file")
     kind: str = one_of(SCALERS.keys(), "Rule of the loss scale; none: no scaling", default="none")
     per: str = one_of(
         "shared optimizer", "Sharing of loss scales (GANs): one for all, or one per optimizer"
     )
-    scale: float | None = _scale("The loss scale, constant")
+    scale: float | None = _scale("The constant loss scale")
     init_scale: float | None = _scale("Loss scale at the start")
     growth_factor: float | None = ranged(None, "Factor on the loss scale when it grows", above=1.0)
     backoff_factor: float | None = fraction(None, "Factor on the loss scale when it backs off")
     growth_interval: int | None = count(
-        None, "Clean steps since the start, growth or overflow until the scale grows", below=2**31
+        None, "Steps without overflow after which the scale grows", below=2**31
     )
     hysteresis: int | None = count(
-        None, "Overflows since the last growth until it backs off; 1: the first does", below=2**31
+        None,
+        "Overflows since the last growth that make the scale back off; 1: the first",
+        below=2**31,
     )
     min_scale: float | None = _scale("Floor of the loss scale")
     max_scale: float | None = _scale("Ceiling of the loss scale")
     max_consecutive_skips: int | None = count(
-        None, "Skips in a row, the scale at its floor, that end a run as diverged", below=2**31
+        None, "Skips in a row, with the scale at its floor, that end a run as diverged", below=2**31
     )
     # Settings of single rules; null: as in torch.amp.
     growth_delay: int | None = from_zero(
-        None, "More clean steps before a first growth (start, overflow); null: 0", below=2**31
+        None, "Extra steps before the first growth after start or overflow; null: 0", below=2**31
     )
     refill_on_clean_step: bool | None = setting(
-        None, "Every clean step restores the hysteresis; null and false: only growth does"
+        None,
+        "Every step without overflow restores the hysteresis; null and false: only growth does",
     )
     tolerance: float | None = part(
-        None, "Share of overflows among steps at which the scale backs off; null: 0, at each"
+        None, "Back off if this share of steps overflows; null: 0, at each overflow"
     )
     hold_at_floor: bool | None = setting(
-        None, "Omit a backoff to min_scale or below; null and false: it stops at min_scale"
+        None, "Omit a backoff to min_scale or below; null and false: the scale stops at min_scale"
     )
     log_max: float | None = ranged(
-        None, "Target of log2 of the largest scaled gradient, deviations included"
+        None, "Upper target for log2 of the largest scaled gradient plus its deviations"
     )
     beta1: float | None = fraction(None, "Decay of the average of log2 of the largest gradient")
     beta2: float | None = fraction(None, "Decay of the averages behind its standard deviation")
     overflow_std_dev: float | None = from_zero(
-        None, "Standard deviations free below log_max; 3.09: 1 overflow in 1,000", at_most=100.0
+        None, "Standard deviations of room below log_max; 3.09: 1 overflow in 1,000", at_most=100.0
     )
 
     @property
@@ -288,14 +302,16 @@ class TrainConfig:
     checkpoint_every: int = from_zero(
         0, "Steps between two checkpoints; 0: only when a signal stops the run", role=READING
     )
-    keep_checkpoints: int = ranged(2, "Newest checkpoints that are kept", at_least=2, role=READING)
+    keep_checkpoints: int = ranged(
+        2, "Number of newest checkpoints to keep", at_least=2, role=READING
+    )
     clip_norm: float | None = positive(
         None, "Largest global norm of unscaled gradients; null: none"
     )
     clip_modules: list[str] = setting(list, "Module-name patterns for clip_norm; empty: all")
     accumulate: int = count(1, "Micro-batches of data.batch_size samples in a step")
     activation_checkpointing: bool = setting(
-        False, "Compute each block's activations anew in the backward pass", role=READING
+        False, "Recompute each block's activations in the backward pass", role=READING
     )
     eval_arithmetic: str = one_of(
         "fp32 mode", "Evaluate the master weights in FP32, or in the precision mode's arithmetic"
@@ -306,7 +322,7 @@ class TrainConfig:
     )
     compile: str = one_of(
         "auto off default max-autotune-no-cudagraphs",
-        "torch.compile of the network, by its mode; auto: on CUDA, if it is measured to be faster",
+        "Mode of torch.compile for the network; auto: on CUDA, if measured to be faster",
         restates=False,
     )
     channels_last: str = one_of(
@@ -328,7 +344,8 @@ class CompareConfig:
         None, "Metric of the final evaluation to judge; null: top1 for classifiers, else loss"
     )
     margin: float | None = positive(
-        None, "Difference that still matches: share of baseline's mean, or in the metric's unit"
+        None,
+        "Largest difference that matches: share of the baseline's mean, or in the metric's unit",
     )
     higher_is_better: bool | None = setting(
         None, "Direction of a metric that its task does not declare; null: as declared", role=JUDGED
@@ -337,14 +354,14 @@ class CompareConfig:
     window: int = count(1, "Number of last evaluations to average into a run's outcome")
     plan: list[int] | None = setting(
         None,
-        "First seed, seeds of the first look, most seeds; -m until=decided sets it; null: no looks",
+        "First seed, seeds at the first look, maximum; -m until=decided sets it; null: no looks",
         role=LABEL,
     )
     pair_sd: float | None = positive(
         None, "Known scatter (sd) of one pair's gap, in the margin's unit; null: none", role=LABEL
     )
     pair_sd_source: str | None = setting(
-        None, "Runs that pair_sd was measured on; null: with pair_sd=null", role=LABEL
+        None, "Runs that gave pair_sd; null only with pair_sd=null", role=LABEL
     )
 
 
@@ -361,41 +378,49 @@ class RunConfig:
     compare: CompareConfig = setting(
         CompareConfig, "Metric, margin and baseline of a verdict, fixed before runs"
     )
-    numerics: NumericsConfig = setting(
-        NumericsConfig, "Measurements beside the training", role=LABEL
-    )
+    numerics: NumericsConfig = setting(NumericsConfig, "Measurements during training", role=LABEL)
     seed: int = from_zero(
         0,
         "Seed of initial weights, order of data, augmentation and dropout",
         below=2**63,
         role=SEED,
     )
-    device: str = one_of("auto cuda cpu", "Where it runs; auto: CUDA if there is one", role=MACHINE)
-    devices: str = setting("1", "Ranks on this machine, a GPU each; auto: all GPUs", role=READING)
-    nodes: int = count(1, "Machines with so many devices each", at_most=65_536, role=READING)
+    device: str = one_of(
+        "auto cuda cpu", "Device of the run; auto: CUDA if there is one", role=MACHINE
+    )
+    devices: str = setting("1", "Ranks on this machine, one GPU each; auto: all GPUs", role=READING)
+    nodes: int = count(
+        1, "Number of machines, each with that many devices", at_most=65_536, role=READING
+    )
     restarts: int = from_zero(
-        0, "Restarts of lost ranks from the last checkpoint", at_most=1000, role=READING
+        0,
+        "Number of restarts from the last checkpoint after a lost rank",
+        at_most=1000,
+        role=READING,
     )
     dist: DistConfig = setting(
         DistConfig, "How several ranks sum gradients and wait for each other", role=READING
     )
     cpu_half: str = one_of(
         "emulated native",
-        "16-bit operations on a CPU: in FP32, rounded once; or by torch's kernels",
+        "16-bit operations on a CPU: emulated in FP32 and rounded once, or by torch's kernels",
     )
     threads: int | None = count(
-        None, "CPU threads; null: torch's, under -j a share", at_most=1024, role=MACHINE
+        None,
+        "CPU threads; null: torch's number, or a share of the cores with -j",
+        at_most=1024,
+        role=MACHINE,
     )
     verbose: bool = setting(False, "Print the whole table of step 1; -v sets it", role=READING)
     deterministic: bool = setting(False, "Deterministic kernels, cudnn.benchmark off")
     name: str | None = setting(None, "Free label in the path of the run; null: none", role=LABEL)
     output_root: str = setting("outputs", "Folder of run directories", role=LABEL, path=True)
     output_dir: str | None = setting(
-        None, "Directory of the run; null: by configuration", role=LABEL, path=True
+        None, "Directory of the run; null: named after the configuration", role=LABEL, path=True
     )
     resume: str | None = setting(
         None, "Run directory to continue; null: a new run", role=LABEL, path=True
     )
     basis: str | None = setting(
-        None, "What the settings were fixed in, such as a file's hash; null: not said", role=LABEL
+        None, "Source of the settings, such as the hash of a file; null: none", role=LABEL
     )

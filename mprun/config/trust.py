@@ -58,7 +58,9 @@ def vouched(overrides: Iterable[str], config_dir: str | None = None) -> Vouched:
     typed: dict[str, Any] = {}
     for override in parse_overrides(filter(is_outside, overrides)):
         if override.is_sweep_override():
-            raise BadInput(f"{override.input_line}: one value; only a sweep (-m) takes several")
+            raise BadInput(
+                f"{override.input_line}: must be one value; only a sweep (-m) takes several"
+            )
         key, value = override.key_or_group, override.value()
         if key in _CODE_KEYS:
             check_form(key, str(value))

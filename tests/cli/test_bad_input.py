@@ -126,8 +126,8 @@ CASES = [
     ("optim.betas=x", "optim.betas=x: must be a list of numbers >= 0 and < 1, or null"),
     ("precision.matmul.margin=abc", "margin=abc: must be a whole number >= 0 and <= 64"),
     ("precision.matmul.history=1.5", "history=1.5: must be a whole number >= 1"),
-    ("precision.matmul.history=1e20", "<= 1,000,000 (scale=delayed: of how many updates"),
-    ("precision.matmul.granularity=null", "must be text (part that shares a scale: tensor, row"),
+    ("precision.matmul.history=1e20", "<= 1,000,000 (scale=delayed: number of updates"),
+    ("precision.matmul.granularity=null", "must be text (numbers that share a scale: tensor, row"),
     ("precision.matmul.modules=[[a]]", "=[['a']]: must hold neither lists nor mappings"),
     ("optim.average_modules=[{a:1}]", "optim.average_modules=[{'a': 1}]: must hold neither lists"),
     ("precision.matmul.hadamard=x", "x: must be a list of output, grad_input, grad_weight"),
@@ -509,10 +509,10 @@ OPTION_FILES = [
     ("precision", "a: 1\n---\nb: 2\n", "line 2: but found another document"),
     ("precision", "a: \0\n", "unacceptable character #x0000"),
     ("precision", b"a: \xff\n", "'utf-8' codec can't decode byte 0xff"),
-    ("precision", "- 1\n", "must map keys, which are text, to values"),
-    ("precision", "3\n", "must map keys, which are text, to values"),
+    ("precision", "- 1\n", "must be a mapping from keys (text) to values"),
+    ("precision", "3\n", "must be a mapping from keys (text) to values"),
     ("precision", "defaults: {a: 1}\n", "defaults: must be a list of OPTION and GROUP: OPTION"),
-    ("precision", "null: 1\n", "must map keys, which are text, to values"),
+    ("precision", "null: 1\n", "must be a mapping from keys (text) to values"),
     (
         "precision",
         "norm_dtyp: fp32\n",
@@ -539,9 +539,21 @@ OPTION_FILES = [
     ("experiment", "# @package _global_\ntrain: 3\n", "train: must be a mapping (length, "),
     ("optim", "defaults: [sdg]\n", "optim: sdg: did you mean 'sgd'?"),
     ("experiment", "seed: 1\n", "begin the file with '# @package _global_'"),
-    ("model", "name: gpt\n", "names nothing to build; its defaults need /schema/model/NAME@_here_"),
-    ("data", "batch_size: 1\n", "names nothing to build; its defaults need /schema/data/NAME"),
-    ("data", "foo: 1\n", "names nothing to build; its defaults need /schema/data/NAME@_here_"),
+    (
+        "model",
+        "name: gpt\n",
+        "has no name of a thing to build; its defaults need /schema/model/NAME@_here_",
+    ),
+    (
+        "data",
+        "batch_size: 1\n",
+        "has no name of a thing to build; its defaults need /schema/data/NAME",
+    ),
+    (
+        "data",
+        "foo: 1\n",
+        "has no name of a thing to build; its defaults need /schema/data/NAME@_here_",
+    ),
 ]
 
 

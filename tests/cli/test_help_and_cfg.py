@@ -81,7 +81,7 @@ def page(capsys, *words) -> str:
 
 def test_help_of_a_key(capsys):
     text = page(capsys, "--help", "scaler.growth_interval")
-    assert text.startswith("scaler.growth_interval Clean steps since the start")
+    assert text.startswith("scaler.growth_interval Steps without overflow")
     assert "type whole number or null" in text and "allowed >= 1 and < 2^31" in text
     assert "2000 in apex, dynamic," in text and "of scaler dynamic" in text
     assert "in the configuration hash; runs that are compared must agree in it" in text
@@ -90,7 +90,7 @@ def test_help_of_a_key(capsys):
 def test_help_of_a_key_that_data_sources_differ_in(capsys):
     text = page(capsys, "--help", "data.image_size")
     assert "of data digits, synthetic_images, cifar10" in text
-    assert "default 224" in text and "where the model asks for it" in text
+    assert "default 224" in text and "for models that use it" in text
 
 
 def test_help_of_every_key_group_and_verb(capsys, monkeypatch):
@@ -140,7 +140,7 @@ def test_help_of_every_option_fits_80_columns(capsys, monkeypatch):
 
 
 def test_help_of_an_entry_of_a_mapping(capsys):
-    assert "dtype of these modules" in page(capsys, "precision.overrides.fc", "--help")
+    assert "Dtype of modules by name pattern" in page(capsys, "precision.overrides.fc", "--help")
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ class CustomModelConfig(ModelConfig):
     label_smoothing: float = smoothing()
     aux_weight: float = part(0.0, AUXILIARY)
     carries_state: bool = setting(
-        True, "With task=language_model; false: its state is (), and ranks share out micro-batches"
+        True, "task=language_model: the network carries a state; false: ranks divide micro-batches"
     )
     latent_size: int = count(100, f"With task=gan: {LATENT[0].lower()}{LATENT[1:]}")
     time_reduction: str = time_reduction()
@@ -44,5 +44,5 @@ class CustomDataConfig(DataConfig):
     )
     options: dict[str, Any] = setting(dict, "Keyword arguments of data.factory")
     image_size: int | None = ranged(
-        None, "Side of an image in pixels, where the model asks for it (dcgan)", at_least=8
+        None, "Side of an image in pixels, for models that use it (dcgan)", at_least=8
     )

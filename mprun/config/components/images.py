@@ -28,11 +28,11 @@ task(
 
 SIDE = "Side of an image in pixels"
 AUXILIARY = (
-    "Factor on each auxiliary head's loss in training; 0: mprun's networks have no such heads"
+    "Factor on the loss of each auxiliary head in training; 0: mprun's networks get no such heads"
 )
 _FLIP = "Mirror half of the training images"
-TRAIN_FIRST = "Training images, the first of a fixed order; null: all"
-EVAL_FIRST = "Held-out images, the first of a fixed order; null: all"
+TRAIN_FIRST = "Number of training images, from the start of a fixed order; null: all"
+EVAL_FIRST = "Number of held-out images, from the start of a fixed order; null: all"
 
 # Fields that several classes share.
 _pixels = partial(ranged, at_least=8)
@@ -187,7 +187,7 @@ class DigitsConfig(ImagesConfig):
 class SyntheticImagesConfig(ImagesConfig):
     """Random images with random labels: plumbing and speed, nothing to learn."""
 
-    num_classes: int = ranged(10, "Classes of the random labels", at_least=2)
+    num_classes: int = ranged(10, "Number of classes of the random labels", at_least=2)
     train_size: int = count(1024, "Training images to generate")
     eval_size: int = count(256, "Held-out images to generate")
 
@@ -221,19 +221,20 @@ class ImageFolderConfig(ImagesConfig):
     image_size: int = _pixels(224, SIDE, at_most=1024)
     layout: str = one_of(
         "classes flat",
-        "classes: one folder per class; flat: all below root, without labels (DCGAN)",
+        "classes: one folder per class; flat: all images below root, without labels (DCGAN)",
     )
     eval_share: float = fraction(0.1, "Share of the files held out if there is only one folder")
     augmentation: str = one_of(
         "resized_crop crop centre",
-        "resized_crop: RandomResizedCrop; crop: resize, crop at random; centre: the middle",
+        "resized_crop: RandomResizedCrop; crop: resize, then crop at random; centre: crop the "
+        "middle",
     )
     flip: bool = setting(True, _FLIP)
     resize_to: int | None = _pixels(
         None, "Shorter side (crop: both) before the crop; null: 8/7 of image_size", at_most=2048
     )
     centre_crop: int | None = _pixels(
-        None, "augmentation=centre: side of the square cut out; null: the largest", at_most=8192
+        None, "augmentation=centre: side of the square crop; null: the largest", at_most=8192
     )
     on_corrupt: str = one_of(
         "stop skip", "An unreadable file: stop the run, or skip to the next image and count it"

@@ -28,7 +28,7 @@ _EVAL_TOKENS = "Number of first tokens of eval_split to evaluate; null: all"
 time_reduction = partial(
     one_of,
     "mean sum",
-    "Gradient of the mean over tokens, or of the sum over time and mean over streams",
+    "Loss for gradients: mean over tokens, or sum over time and mean over streams",
 )
 _vocab_size = partial(
     ranged, None, "Words in embedding and softmax; null: as many as in the data", at_least=2
@@ -38,10 +38,10 @@ _vocab_limit = partial(ranged, None, VOCAB_LIMIT, at_least=3, at_most=1_000_000)
 vocab_multiple = partial(count, doc="Pad the vocabulary to a multiple of this")
 eval_split = partial(one_of, "valid test", "Split to evaluate")
 tokenizer = partial(
-    place, "File of subwords: tokenizers' tokenizer.json or sentencepiece's *.model; null: words"
+    place, "Subword file: tokenizer.json (tokenizers) or *.model (sentencepiece); null: words"
 )
 _CACHE = "mprun in the user's cache folder"
-cache = partial(place, f"Folder of the encoded text; null: {_CACHE}", unset=_CACHE)
+cache = partial(place, f"Cache folder for encoded text; null: {_CACHE}", unset=_CACHE)
 
 
 def _sampling(model: "LSTMConfig", config: RunConfig) -> Iterator[str]:
@@ -79,10 +79,11 @@ class LSTMConfig(ModelConfig):
         0, "Units to which each LSTM layer's output is projected; 0: no projection"
     )
     dropout: float = share(
-        0.0, "Dropout probability on embedding, between layers and on outputs; none over time"
+        0.0,
+        "Dropout probability on embedding, between layers and on outputs; not between time steps",
     )
-    init_range: float = positive(0.1, "Every parameter starts uniform between minus and plus this")
-    forget_bias: float = ranged(0.0, "Added to the forget gates' input bias at the start")
+    init_range: float = positive(0.1, "Parameters start uniform between -init_range and init_range")
+    forget_bias: float = ranged(0.0, "Number added to the initial input bias of forget gates")
     pad_to_multiple: int = count(1, "Round sizes up to a multiple of this; Tensor Cores: 8")
     time_reduction: str = time_reduction()
     sampled_softmax: int | None = count(
@@ -91,7 +92,9 @@ class LSTMConfig(ModelConfig):
     embedding_gradient_factor: float = positive(
         1.0, "With sampled_softmax: factor on the embedding's gradient (bigLSTM)"
     )
-    output_gradient_factor: float = positive(1.0, "The same on the softmax's gradient")
+    output_gradient_factor: float = positive(
+        1.0, "With sampled_softmax: factor on the softmax's gradient"
+    )
 
     @property
     def sampled(self) -> bool:
@@ -128,20 +131,26 @@ class GPTConfig(ModelConfig):
     """Decoder-only transformer: GPT-2 as in nanoGPT, with parts of Llama; without dropout."""
 
     vocab_size: int | None = _vocab_size()
-    context_length: int | None = count(None, "Most tokens of a window; null: data.sequence_length")
+    context_length: int | None = count(
+        None, "Largest number of tokens in a window; null: data.sequence_length"
+    )
     hidden_size: int = ranged(128, "Units of the residual stream", at_least=2)
     num_layers: int = count(2, "Number of blocks", at_most=1000)
     num_heads: int = count(4, "Heads of attention; each takes an equal share of hidden_size")
     kv_heads: int | None = count(None, "Heads of keys and values; null: as many as num_heads")
     norm: str = one_of("layer rms", "LayerNorm, or RMSNorm as in Llama")
-    positions: str = one_of("learned rotary", "Added to embeddings, or rotating queries and keys")
+    positions: str = one_of(
+        "learned rotary",
+        "Positions: learned and added to embeddings, or rotary on queries and keys",
+    )
     mlp: str = one_of(
-        "gelu swiglu", "gelu: 4 hidden units a unit; swiglu: gated, 8/3, to a multiple of 64"
+        "gelu swiglu",
+        "Hidden units per input unit: gelu 4; swiglu (gated) 8/3, rounded to a multiple of 64",
     )
     qk_norm: bool = setting(False, "Normalise queries and keys of each head before their product")
     attention: str = one_of(
         "fused manual",
-        "fused: torch's kernel; manual: its parts, whose scores overflow FP16 beyond 65,504",
+        "fused: torch's kernel; manual: step by step, where scores above 65,504 overflow FP16",
     )
     bias: bool = setting(False, "Biases in linear layers and LayerNorm, as in OpenAI's GPT-2")
     time_reduction: str = time_reduction()
@@ -235,14 +244,14 @@ class TextConfig(DataConfig):
     sequence_length: int = _sequence(35)
     tokenizer: str | None = tokenizer()
     end_token: str | None = setting(
-        None, "With tokenizer: its token after every line; null: </s>, <|endoftext|> or the like"
+        None, "With tokenizer: token after every line; null: </s>, <|endoftext|> or similar"
     )
     vocab_limit: int | None = _vocab_limit()
     vocab_multiple: int = vocab_multiple(8)
     lower: bool = setting(False, "Lower-case all words")
     eval_split: str = eval_split()
     rotate: bool = setting(
-        True, "Each epoch starts elsewhere in the text; false: always at its start"
+        True, "Start each epoch at a random place in the text; false: at its beginning"
     )
     eval_tokens: int | None = ranged(None, _EVAL_TOKENS, at_least=32)
     cache: str | None = cache()
@@ -255,9 +264,7 @@ class Lm1bConfig(DataConfig):
     # Entries of that file (Jozefowicz et al., arXiv 1602.02410, section 4.1).
     vocab_limit = 793_470
     sequence_length: int = _sequence(20)
-    vocabulary: str | None = place(
-        "File of the vocabulary, one word a line; null: the one below root"
-    )
+    vocabulary: str | None = place("Vocabulary file, one word per line; null: the file below root")
     vocab_multiple: int = vocab_multiple(8)
     eval_split: str = eval_split()
     eval_tokens: int | None = ranged(None, _EVAL_TOKENS, at_least=32)
@@ -270,17 +277,18 @@ class TokenFilesConfig(DataConfig):
 
     sequence_length: int = _sequence(1024)
     vocab_size: int = ranged(
-        50_257, "Different tokens; those beyond are refused", at_least=2, at_most=2**31
+        50_257, "Number of different tokens; larger tokens are refused", at_least=2, at_most=2**31
     )
     vocab_multiple: int = vocab_multiple(64)
     dtype: str = one_of(
         "auto uint16 uint32 int32",
-        "Integers in the files; auto: as the header says, or the narrowest that holds the tokens",
+        "Integer type in the files; auto: from the header, else the narrowest that holds the "
+        "tokens",
     )
     rotate: bool = setting(
-        True, "Each epoch starts elsewhere in the tokens; false: always at their start"
+        True, "Start each epoch at a random place in the tokens; false: at their beginning"
     )
     eval_tokens: int | None = ranged(
         None, "Number of first held-out tokens to evaluate; null: all", at_least=32
     )
-    cache: str | None = place(f"Folder of cached hashes; null: {_CACHE}", unset=_CACHE)
+    cache: str | None = place(f"Cache folder for hashes; null: {_CACHE}", unset=_CACHE)

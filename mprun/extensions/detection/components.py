@@ -27,12 +27,12 @@ task(
 
 # Fields that several classes share.
 _augmentation = partial(
-    one_of, "ssd flip", "ssd: colours, zoom, crops, mirroring; flip: half are mirrored"
+    one_of, "ssd flip", "ssd: colours, zoom, crops, mirroring; flip: mirror half of the images"
 )
 _freeze = partial(setting, False, "Train only the convolutions for boxes and classes")
 _weights = partial(
     place,
-    "File of initial weights (torch.save), of a VGG-16 or of the whole; null: random",
+    "File of initial weights (torch.save): a VGG-16 or the whole network; null: random",
     role=RESULT,
 )
 
@@ -107,7 +107,7 @@ class FasterRCNNConfig(ModelConfig):
     variant: str = one_of("small vgg16", "small: for canvases of digits; vgg16: the published one")
     dropout: float = share(0.0, "Dropout probability after the fully connected layers")
     frozen: int = ranged(
-        0, "First convolutions, which keep their initial weights", at_least=0, at_most=13
+        0, "Number of first convolutions that keep their initial weights", at_least=0, at_most=13
     )
     weights: str | None = _weights()
 
@@ -143,9 +143,7 @@ class VocConfig(ImagesConfig):
     years: str = one_of(
         "2007 2007+2012", "Years of the trainval images used for training", default="2007+2012"
     )
-    difficult: bool = setting(
-        False, "Learn from objects that are marked as difficult, too; map ignores them"
-    )
+    difficult: bool = setting(False, "Also train on objects marked as difficult; map ignores them")
     augmentation: str = _augmentation()
     prefetch: int = prefetch()
 

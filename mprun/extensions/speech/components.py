@@ -41,19 +41,22 @@ class DeepSpeech2Config(ModelConfig):
     channels: int = count(32, "Channels of each convolution")
     frequency_kernels: list[int] = count(lambda: [41, 21], "Rows of each convolution's kernel")
     time_kernel: int = count(11, "Frames of each convolution's kernel")
-    frequency_stride: int = count(2, "Rows by which each convolution steps")
-    time_stride: int = count(2, "Frames by which the first convolution steps; others step by one")
+    frequency_stride: int = count(2, "Stride of each convolution in rows")
+    time_stride: int = count(
+        2, "Stride of the first convolution in frames; the others have stride 1"
+    )
     hidden_size: int = count(2560, "Units of a recurrent layer in each direction")
     num_layers: int = ranged(3, "Number of GRU layers", at_least=1, at_most=1000)
     bidirectional: bool = setting(False, "Recurrent layers add the outputs of both directions")
     row_convolution: int = ranged(
         20,
-        "Frames, this one and the next, of the row convolution after forward layers; 0: none",
+        "Frames that the row convolution reads, this one and later ones; 0: none",
         at_least=0,
     )
     fully_connected: int = ranged(2560, "Units of the layer before the last; 0: none", at_least=0)
     init_range: float | None = positive(
-        None, "Weights and biases start uniform between minus and plus this; null: as torch's do"
+        None,
+        "Weights and biases start uniform between -init_range and init_range; null: torch's start",
     )
 
 
@@ -86,10 +89,10 @@ class SpeechManifestConfig(DataConfig):
     """
 
     train_manifest: str | None = below_root(
-        "Manifest, or LibriSpeech folders, to train on; null: train.json, .jsonl, .csv or train-*"
+        "Manifest or LibriSpeech folders for training; null: train.json, .jsonl, .csv or train-*"
     )
     eval_manifest: str | None = below_root(
-        "Manifest, or LibriSpeech folders, to evaluate; null: dev, val, valid likewise, or dev-*"
+        "Manifest or LibriSpeech folders for evaluation; null: dev, val, valid, or dev-*"
     )
     sample_rate: int = ranged(
         16000, "Samples per second of every audio file", at_least=1000, at_most=192_000
@@ -104,7 +107,7 @@ class SpeechManifestConfig(DataConfig):
         "'abcdefghijklmnopqrstuvwxyz ", "Characters of the texts, without CTC's blank"
     )
     alphabet_file: str | None = below_root(
-        "File below root with the characters, one a line, instead of alphabet; null: none"
+        "File below root with one character per line, in place of alphabet; null: none"
     )
     lower: bool = setting(True, "Lower-case all texts")
     max_seconds: float | None = positive(

@@ -42,7 +42,9 @@ class Seq2SeqConfig(ModelConfig):
         None, "Words of the sources' embedding; null: as many as in the data", at_least=4
     )
     target_vocab_size: int | None = ranged(
-        None, "Words of the targets' embedding and softmax; null: as in the data", at_least=4
+        None,
+        "Words of the targets' embedding and softmax; null: as many as in the data",
+        at_least=4,
     )
     embedding_size: int = count(1024, "Units of the embedding of a word")
     hidden_size: int = count(1024, "Units of each LSTM layer and direction")
@@ -52,7 +54,7 @@ class Seq2SeqConfig(ModelConfig):
     dropout: float = share(
         0.0, "Dropout probability on embeddings, between layers and before the softmax"
     )
-    init_range: float = positive(0.1, "Every parameter starts uniform between minus and plus this")
+    init_range: float = positive(0.1, "Parameters start uniform between -init_range and init_range")
 
 
 @dataclass(slots=True)
@@ -61,7 +63,7 @@ class SentencePairsConfig(DataConfig):
 
     max_length: int = ranged(
         50,
-        "Words to which each side is padded, including its end; longer pairs are left out",
+        "Words of each side after padding, including the end; longer pairs are left out",
         at_least=2,
         at_most=1000,
     )
