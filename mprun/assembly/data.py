@@ -62,7 +62,7 @@ def own_source(config: CustomDataConfig, seed: int, device: torch.device) -> Sou
     for name in config.options:
         if name in own or name in ("seed", "device"):
             proper = f"data.{name}" if name in own else name
-            raise BadInput(f"data.options.{name}: is passed anyway; set {proper}")
+            raise BadInput(f"data.options.{name}: mprun passes this argument itself; set {proper}")
     own = {name: value for name, value in own.items() if value is not None}
     with kept_random_state():
         factory = Factory("data.factory", config.factory)
@@ -115,7 +115,9 @@ def check_batches(config: CustomDataConfig, task: str, source: Source, device) -
         with blaming(f"{name}: eval_batches() of its source"):
             held_out = next(iter(source.eval_batches()), None)
     if held_out is None:
-        raise BadInput(f"{name}: eval_batches() of its source must yield a batch, got none")
+        raise BadInput(
+            f"{name}: eval_batches() of its source must yield at least one batch, got none"
+        )
     for what, batch in {"train_batch(0)": first, "eval_batches()": held_out}.items():
         if wrong := _wrong(batch, kind, source, device):
             raise BadInput(f"{name}: {what} of its source {wrong}")

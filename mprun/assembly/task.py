@@ -310,7 +310,7 @@ def _own_networks(config: CustomModelConfig, data: Source) -> list[nn.Module]:
             raise BadInput(f"{factory}: the network has no parameter to train")
         for name, parameter in parameters.items():
             if isinstance(parameter, nn.UninitializedParameter):
-                raise BadInput(f"{factory}: {name} is lazy; give its size")
+                raise BadInput(f"{factory}: {name} is a lazy layer without a size; give its size")
             if parameter.is_floating_point() and parameter.dtype is not torch.float32:
                 use = "build the network in float32, precision= casts it"
                 raise BadInput(f"{factory}: {name} is {parameter.dtype}; {use}")
@@ -351,7 +351,7 @@ def weights_in(model: nn.Module, patterns: Sequence[str], key: str) -> set[str]:
         if own.requires_grad and (not patterns or any(name.startswith(one) for one in around))
     }
     if not names:
-        raise ValueError(f"{key}={list(patterns)}: these have no weights")
+        raise ValueError(f"{key}={list(patterns)}: no module that matches has weights")
     return names
 
 

@@ -48,7 +48,7 @@ def compare(
     Args:
         paths: Run directories, or folders that hold runs (searched to any depth). With `scalar`:
             "LABEL=PATH[,PATH...]" for each label, as on the command line.
-        baseline: A precision mode whose runs are the baseline, or a path below which they are
+        baseline: The precision mode of the baseline's runs, or a path that holds these runs
             (None: the mode that the runs' compare.baseline names).
         allow: Keys in which runs may nevertheless differ from the baseline.
         metric: An evaluation metric to use instead of the runs' compare.metric.
@@ -172,15 +172,17 @@ def _refuse_contradictions(asked: dict[str, Any]) -> None:
     foreign = asked["--scalar"] is not None
     for flag in ("--paired", "--step"):
         if asked[flag] and not foreign:
-            raise BadInput(f"{flag}: only with --scalar; a run of mprun knows its steps and seeds")
+            raise BadInput(
+                f"{flag}: only with --scalar; runs of mprun record their steps and seeds"
+            )
     if asked["--higher-is-better"] and asked["--lower-is-better"]:
-        raise BadInput("--higher-is-better, --lower-is-better: give one of the two")
+        raise BadInput("--higher-is-better, --lower-is-better: give only one of the two")
     for flag in ("--higher-is-better", "--absolute"):
         if asked[flag] and asked["--margin"] is None:
             raise BadInput(f"{flag}: needs --margin, in the unit of the metric")
     for flag in ("--baseline", "--allow", "--metric"):
         if foreign and asked[flag]:
-            raise BadInput(f"{flag}: must not be given with --scalar; it is for runs of mprun")
+            raise BadInput(f"{flag}: not with --scalar; only for runs of mprun")
 
 
 def checked_margin(given: str | float) -> float:

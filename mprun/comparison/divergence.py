@@ -160,7 +160,8 @@ def refuse_other_lengths(arm: Arm, baseline: Arm, window: int) -> None:
         if text != texts[0]:
             raise BadInput(
                 f"{run.path}: evaluated last at step {text or 'none'}, {runs[0].path} at step "
-                f"{texts[0] or 'none'}: must be the same, runs of different length are not compared"
+                f"{texts[0] or 'none'}: must be the same step, because runs of different length "
+                f"are not compared"
             )
 
 

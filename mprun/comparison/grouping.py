@@ -256,7 +256,7 @@ def _check_allowed(allow: Sequence[str], runs: Sequence[RunData]) -> None:
         if not any(_matches(key, [one]) for key in known):
             raise BadInput(f"--allow {one}: no run has this key{nearest(one, known)}")
         if is_no_key(one) or of_arm(one) or of_arm(f"{one}."):
-            raise BadInput(f"--allow {one}: may differ anyway; leave it out")
+            raise BadInput(f"--allow {one}: this key may always differ; leave it out")
 
 
 def _baseline(family: list[SeedGroup], allow: Sequence[str]) -> SeedGroup | None:
@@ -285,8 +285,8 @@ def _baseline(family: list[SeedGroup], allow: Sequence[str]) -> SeedGroup | None
         shared = differences(first.shared, second.shared)
         found = shared or differences(first.keys, second.keys)
         raise BadInput(
-            f"{asked}: {first.first.path} and {second.first.path} could both be "
-            f"the baseline (they differ in {pairs_text(found)}); say which with --baseline PATH"
+            f"{asked}: {first.first.path} and {second.first.path} could both be the baseline (they "
+            f"differ in {pairs_text(found)}); choose one with --baseline PATH"
         )
     return first
 

@@ -146,14 +146,15 @@ def load_run(directory: Path, record: dict[str, Any]) -> RunData:
     """Read one run directory; `record` is the content of its run.json."""
     metrics, ended = directory / "metrics.jsonl", record.get("status") in OUTCOMES
     if ended and not metrics.exists():
-        raise Damaged(f"{metrics}: missing, though the run is recorded as {record['status']}")
+        raise Damaged(f"{metrics}: missing, although the run is recorded as {record['status']}")
     try:
         columns = read_columns(metrics)
     except OSError as error:
         raise BadInput(f"{metrics}: cannot be read ({error.strerror})") from None
     if ended and columns.last_step < record.get("last_step", 0):
         raise Damaged(
-            f"{metrics}: ends at step {columns.last_step}, the run at {record['last_step']}"
+            f"{metrics}: ends at step {columns.last_step}, but the run ended at step "
+            f"{record['last_step']}"
         )
     try:
         precision, memory = record["precision"], record.get("memory", {})

@@ -265,7 +265,7 @@ class ComparedRuns(Comparison):
         return _frame(_columns(rows))
 
     def figure(self, name: str = "loss-steps", group: int = 0) -> "Figure":
-        """Return a figure of the report as matplotlib's: `comparison.figure().savefig("loss.png")`.
+        """Return a matplotlib figure of the report: `comparison.figure().savefig("loss.png")`.
 
         Args:
             name: "intervals", "difference", "loss-steps", "loss-scale", ...; an unknown name lists

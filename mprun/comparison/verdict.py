@@ -93,7 +93,9 @@ def assess(
     keys, base = proto.keys, proto.baseline
     name = metric or keys.get("compare.metric")
     if name is None or (not base.foreign and "compare.window" not in keys):
-        raise BadInput("compare.metric, compare.window: the runs differ in it; give --metric")
+        raise BadInput(
+            "compare.metric, compare.window: the runs have different values; give --metric"
+        )
     known = _metric(proto, name, higher_is_better)
     question = _question(proto, known, margin, absolute)
     question.looks, question.pair_sd = looks, pair_sd
@@ -168,8 +170,8 @@ def _metric(proto: ProtoGroup, name: str, higher: bool | None) -> Metric:
             found.setdefault((own.higher_is_better, own.unit), (own, run.path))
     if not found and higher is None:
         raise BadInput(
-            f"compare.metric={name}: is more of it better, or less? The runs do not say; give "
-            "--higher-is-better (with --margin X in its unit) or --lower-is-better"
+            f"compare.metric={name}: the runs record no direction; give --higher-is-better (with "
+            f"--margin X in its unit) or --lower-is-better"
         )
     if len(found) > 1:
         (one, path), (other, another) = [*found.values()][:2]
@@ -189,7 +191,7 @@ def _question(proto: ProtoGroup, metric: Metric, margin: float | None, absolute:
     keys = proto.keys
     if margin is None and keys.get("compare.metric") == metric.name:
         if "compare.margin" not in keys:
-            raise BadInput("compare.margin: the runs differ in it; give --margin")
+            raise BadInput("compare.margin: the runs have different values; give --margin")
         margin = keys["compare.margin"]
     if margin is None:
         declared = [own for run in proto.every_run if (own := run.metric_called(metric.name))]

@@ -94,7 +94,9 @@ class Cache:
         except OSError as error:
             reason = f"{self.folder}: {error.strerror}"
             if error.errno in FAILING:
-                raise Resource(f"data.cache={reason}; encoded text goes there") from error
+                raise Resource(
+                    f"data.cache={reason}; mprun needs this folder for encoded text"
+                ) from error
             raise DataError(f"data.cache={reason}; name a folder for the encoded text") from error
         return path
 

@@ -89,8 +89,8 @@ class DatasetReader(Reader):
             image, again = (self._item(0, _HASHED)[0] for _ in range(2))
         if image.shape != again.shape or not torch.equal(image, again):
             raise DataError(
-                f"{self.where}[0]: differs when it is read again; random augmentation must draw "
-                "from the global generators of torch, NumPy or random, and a stream begin anew"
+                f"{self.where}[0]: differs when it is read again; random augmentation must use the "
+                f"global generators of torch, NumPy or random, and a stream must start again"
             )
         return image
 
@@ -117,8 +117,8 @@ def _image(image: object, what: str) -> Tensor:
     if not isinstance(image, Tensor) or image.dim() != 3:
         got = list(image.shape) if isinstance(image, Tensor) else type(image).__name__
         raise DamagedData(
-            f"{what}: image is {got}, must be a tensor [channels, height, width] (PILToTensor of "
-            "torchvision makes one of a picture)"
+            f"{what}: image is {got}, must be a tensor [channels, height, width] (torchvision's "
+            f"PILToTensor converts a picture)"
         )
     if image.dtype is not torch.uint8 and not image.is_floating_point():
         raise DamagedData(f"{what}: image of {image.dtype}, must be uint8 or floating")
@@ -245,10 +245,11 @@ class DatasetSource(LoadedSource):
     generators repeats exactly for any number of workers and resume point. Other generators are
     refused.
 
-    A stream, such as a `torch.utils.data.IterableDataset`, is iterated over anew in each epoch,
-    after ``set_epoch(epoch)`` if it has that. The order is its own; the index of an item is its
-    place. Every epoch has as many items as ``__len__``, or ``train_samples`` and ``eval_samples``,
-    say. Each process and each rank reads all of it, so it must not divide itself among ranks.
+    A stream, such as a `torch.utils.data.IterableDataset`, is iterated from its start in each
+    epoch, after ``set_epoch(epoch)`` if it has that method. It sets its own order; the index of an
+    item is its position. Every epoch has as many items as ``__len__``, or ``train_samples`` and
+    ``eval_samples``, say. Each process and each rank reads all of it, so it must not divide itself
+    among ranks.
 
     ``workers`` processes read ahead, and as many for the held-out items; 0: the calling thread
     reads. They need picklable data sets, and end with ``close()``. ``sha256`` covers up to 64 items

@@ -163,7 +163,7 @@ def find_images(root: str, *, layout: str, eval_share: float, on_corrupt: str = 
         return Images(train, held_out, *hashed({"": whole}, skip), rule, ignored)
     if not has_train:
         missing = printable(os.path.join(root, "train"))
-        raise DamagedData(f"{missing}: no such folder, but {others[0]}/ is beside it")
+        raise DamagedData(f"{missing}: no such folder, but {others[0]}/ exists")
     if not others:
         wanted = ", ".join(f"{name}/" for name in HELD_OUT_FOLDERS)
         raise DamagedData(
@@ -196,7 +196,9 @@ def find_imagenet(root: str, *, layout: str, eval_share: float, on_corrupt: str 
     found = find_images(root, layout=layout, eval_share=eval_share, on_corrupt=on_corrupt)
     if (count := len(found.train.classes)) != _CLASSES_OF_IMAGENET:
         where = printable(os.path.join(root, "train"))
-        raise DamagedData(f"{where}: {count} classes, ImageNet has {_CLASSES_OF_IMAGENET}")
+        raise DamagedData(
+            f"{where}: {count} classes, must be {_CLASSES_OF_IMAGENET} as in ImageNet"
+        )
     return found
 
 
@@ -235,7 +237,7 @@ def _classes(path: str) -> tuple[tuple[str, ...], int]:
         raise DataError(f"data.root: {printable(path)}: {found} in it{hint}")
     if beside:
         first = printable(min(image.path for image in beside))
-        raise DamagedData(f"{first}: an image beside the class folders, not in one of them")
+        raise DamagedData(f"{first}: an image outside of the class folders; must be in one of them")
     return tuple(sorted(entry.name for entry in folders)), ignored
 
 

@@ -91,7 +91,7 @@ def decode_rgb(content: bytes, name: str) -> Image.Image:
 
 def _rgb(image: Image.Image, name: str) -> Image.Image:
     if image.mode == "F":
-        raise DamagedData(f"{name}: floating-point pixels, whose range is not known")
+        raise DamagedData(f"{name}: has floating-point pixels of unknown range; must have integers")
     if image.mode in _WIDE_GRAY:
         values = np.asarray(image).astype(np.int64)
         if values.min() < 0 or values.max() > 65535:
@@ -160,10 +160,10 @@ class ImageReader(Reader):
                     raise
                 if len(tried) > min(self.most_replaced, len(self.split) - 1):
                     raise DamagedData(
-                        f"{error}; nor can {len(tried) - 1} before it be used; data.on_corrupt="
-                        f"skip replaces no more than {self.most_replaced} files"
+                        f"{error}; the {len(tried) - 1} before it cannot be used either; "
+                        f"data.on_corrupt=skip replaces at most {self.most_replaced} files"
                     ) from None
-        raise AssertionError("the last one that is tried ends the run")
+        raise AssertionError("the last replacement that is tried ends the run")
 
 
 class ImageFolder(LoadedSource):

@@ -138,8 +138,9 @@ class BatchLoader:
         most = self.reader.most_replaced
         if len(self.replaced) > most:
             raise DamagedData(
-                f"{list(batch.replaced.values())[-1]}: cannot be used, nor can {most} others of "
-                f"{self.reader.samples}; data.on_corrupt=skip replaces no more than {most}"
+                f"{list(batch.replaced.values())[-1]}: cannot be used, and {most} others of "
+                f"{self.reader.samples} were already replaced; data.on_corrupt=skip replaces at "
+                f"most {most}"
             )
         self._recent[number] = batch
         while len(self._recent) > self._keep:

@@ -48,12 +48,12 @@ def find_text_files(root: str | Path, splits: tuple[str, ...]) -> dict[str, Path
             raise DataError(f"data.root={root}: no {split} split, {_wanted(split, present)}")
         if len(candidates) > 1:
             names = ", ".join(candidates)
-            raise DamagedData(f"{root}: several files of the {split} split, leave one: {names}")
+            raise DamagedData(f"{root}: several files of the {split} split; keep only one: {names}")
         found[split] = root / candidates[0]
         patterns.add(known[candidates[0]])
     if len(patterns) > 1:
         names = " and ".join(path.name for path in found.values())
-        raise DamagedData(f"{root}: {names} are named as parts of different texts")
+        raise DamagedData(f"{root}: {names} have names of parts of different texts")
     return found
 
 
@@ -193,7 +193,7 @@ def find_shards(root: str | Path, eval_split: str) -> tuple[list[Path], Path]:
     number = _HELD_OUT_SHARD[eval_split]
     held_out = folder / _HELD_OUT / f"news.en.heldout-{number:05}-of-00050"
     if not held_out.is_file():
-        raise DamagedData(f"{held_out}: no such file, which is the {eval_split} split")
+        raise DamagedData(f"{held_out}: no such file; it must hold the {eval_split} split")
     return shards, held_out
 
 
@@ -213,7 +213,7 @@ def find_vocabulary(root: str | Path, named: str | Path | None) -> Path:
                 return folder / name
     raise DamagedData(
         f"{root}: no vocabulary file {' or '.join(_VOCABULARIES)} (one word a line, with <S> and "
-        "<UNK>): put it there, or name it in data.vocabulary"
+        f"<UNK>): copy it there, or name it in data.vocabulary"
     )
 
 
@@ -234,7 +234,7 @@ def read_vocabulary(file: TextFile, required: tuple[str, ...]) -> tuple[str, ...
         words[fields[0]] = None
     missing = [word for word in required if word not in words]
     if missing:
-        raise DamagedData(f"{path}: without {' and '.join(missing)}, which the text needs")
+        raise DamagedData(f"{path}: lacks {' and '.join(missing)}, which the text needs")
     return tuple(words)
 
 

@@ -59,7 +59,9 @@ class TokenFiles(TokenStreams):
         paths = (*train, *held_out)
         opened: list[TokenFile] = [EncodedFile(path, vocab_size, dtype) for path in paths]
         if other := [own.path for own in opened if own.dtype is not opened[0].dtype]:
-            raise DamagedData(f"{other[0]}: its tokens have another width than {train[0].name}'s")
+            raise DamagedData(
+                f"{other[0]}: its tokens must have the same width as those of {train[0].name}"
+            )
         super().__init__(opened[: len(train)], opened[len(train) :], windows, serving)
         hashes = "".join(map(Cache(cache).content_sha256, (*train, *held_out)))
         self.sha256 = hashlib.sha256(f"{len(train)} {hashes}".encode()).hexdigest()
@@ -91,11 +93,14 @@ class EncodedFile(TokenFile):
         width, rest = self.dtype.itemsize, self.bytes - self.start
         if rest % width:
             what = "an odd number of bytes" if width == 2 else "no multiple of four bytes"
-            raise DamagedData(f"{path}: {what} ({self.bytes}), tokens have {width}")
+            raise DamagedData(
+                f"{path}: {what} ({self.bytes}), must be a multiple of {width}, the "
+                f"bytes of a token"
+            )
         self.tokens = rest // width
         if headed and promised != self.tokens:
             raise DamagedData(
-                f"{path}: {self.tokens} tokens, its header (version {version}) says {promised}"
+                f"{path}: {self.tokens} tokens, but its header (version {version}) says {promised}"
             )
         if not self.tokens:
             raise DamagedData(f"{path}: no token")
@@ -128,8 +133,8 @@ class EncodedFile(TokenFile):
                 what = "a text"
         if what:
             raise DataError(
-                f"{self.path}: begins as {what}; must be integers and nothing else, as "
-                "numpy's array.tofile writes them, or behind a header as llm.c's"
+                f"{self.path}: begins as {what}; must contain only integers, as numpy's "
+                f"array.tofile writes them, with or without a header of llm.c"
             )
         return 0, 0, None
 

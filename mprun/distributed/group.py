@@ -191,9 +191,9 @@ class RankGroup(Ranks):
         if other:
             raise Resource(
                 f"step {step}: ranks {', '.join(map(str, other))} have other weights, scales or "
-                "counts than rank 0. A device computes wrongly, or the network keeps statistics "
-                "or random numbers per rank. Only BatchNorm's statistics are averaged; only "
-                "torch's, NumPy's and Python's generators are seeded"
+                f"counts than rank 0. A device computes wrongly, or the network keeps statistics "
+                f"or random numbers per rank. mprun averages only BatchNorm's statistics, and "
+                f"seeds only the generators of torch, NumPy and Python"
             )
 
     @property

@@ -92,7 +92,7 @@ def completed(
         elif given[key] not in (str(number), "auto"):
             raise BadInput(
                 f"{key}={given[key]}: the environment has {rank_info.nodes} x "
-                f"{rank_info.devices} ranks; leave it out or use {key}={number}"
+                f"{rank_info.devices} ranks; leave {key} out or use {key}={number}"
             )
     return (*overrides, *missing), rank_info
 

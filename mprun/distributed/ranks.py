@@ -40,7 +40,7 @@ class Ranks:
     def micro_batches(self, count: int) -> range:
         """Return which of an update's `count` micro-batches this rank takes; W must divide it."""
         if count % self.world:
-            raise ValueError(f"{self.world} ranks do not divide {count} micro-batches")
+            raise ValueError(f"{self.world} ranks cannot divide {count} micro-batches evenly")
         own = count // self.world
         return range(self.rank * own, (self.rank + 1) * own)
 

@@ -76,7 +76,7 @@ def _told_port(rank_info: RankInfo) -> int:
                 if job == rank_info.job:
                     return int(told)
         time.sleep(0.2)
-    raise OSError(f"nobody answers for job {rank_info.job} after {START_S:g} s")
+    raise OSError(f"no rank 0 of job {rank_info.job} has answered within {START_S:g} s")
 
 
 def directory_in(store: dist.Store) -> str | None:

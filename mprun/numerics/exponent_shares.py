@@ -192,7 +192,7 @@ class Sums:
         zeros: dict[str, Any] = {one.name: one.default for one in fields(cls)}  # type: ignore[arg-type]
         found = {name: type(zeros[name])(value) for name, value in content.items()}
         if any(isinstance(value, int) and abs(value) >= 2**63 for value in found.values()):
-            raise ValueError("a count that no int64 holds")
+            raise ValueError("a count exceeds int64")
         return cls(**found)
 
 

@@ -253,7 +253,9 @@ def kept_state(directory: Path, record: dict, plain: dict, build) -> dict:
     if not folder.is_dir():
         post_mortem = read_post_mortem(directory)
         reason = post_mortem["failure"]["reason"] if post_mortem else "no post-mortem"
-        raise BadInput(f"explain {directory}: no state before the bad step ({reason})")
+        raise BadInput(
+            f"explain {directory}: the state before the bad step was not saved ({reason})"
+        )
     found = checkpoint.load_newest(folder, torch.device("cpu"))
     wanted = {"task", "step", "skipped", "random", "kind", "batch"}
     if found is None or not wanted <= found.state.keys():

@@ -325,7 +325,7 @@ def read_probe(path: Path) -> ProbeRecord:
         )
     except (
         *(IsADirectoryError, ValueError, KeyError, TypeError, AttributeError),
-        OverflowError,  # a count that no int64 holds
+        OverflowError,  # a count exceeds int64
     ) as error:
         reason = f"{type(error).__name__}: {error}"
         raise Damaged(f"{path}: not a probe record ({reason})") from None

@@ -229,7 +229,7 @@ class Audit(TorchDispatchMode):
         allowed = ", ".join(others)
         raise Contradiction(
             f"precision={self.forward_context.policy.name}: {operation} inside the model computes "
-            f"in {found}, must be in {allowed}; remove torch.autocast and casts from forward"
+            f"in {found}, must compute in {allowed}; remove torch.autocast and casts from forward"
         )
 
 

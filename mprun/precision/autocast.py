@@ -104,8 +104,8 @@ def _kernels() -> Iterator[tuple[str, Callable[..., Any]]]:
 
 def _banned(*args: Any, **kwargs: Any) -> Tensor:
     raise RuntimeError(
-        "torch.nn.functional.binary_cross_entropy and torch.nn.BCELoss are unsafe to autocast, on "
-        "CUDA an error too; use binary_cross_entropy_with_logits or BCEWithLogitsLoss"
+        "torch.nn.functional.binary_cross_entropy and torch.nn.BCELoss are unsafe under autocast, "
+        "and an error on CUDA, too; use binary_cross_entropy_with_logits or BCEWithLogitsLoss"
     )
 
 

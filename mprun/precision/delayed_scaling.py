@@ -68,9 +68,9 @@ class DelayedScaling:
     def load_state_dict(self, saved: Mapping[str, Any] | None) -> None:
         """Restore bit for bit; ValueError says what does not fit."""
         if saved is None:
-            raise ValueError("the state has no history of scales (products.scale=delayed)")
+            raise ValueError("the state must have a history of scales (products.scale=delayed)")
         if saved["layers"] != [*self.layers] or saved["history"].shape != self.history.shape:
-            raise ValueError("the history of scales is of other layers, or of another length")
+            raise ValueError("the history of scales must have the same layers and length")
         self.take_over(saved)
 
     @torch.no_grad()

@@ -195,8 +195,8 @@ class HalfEmulation(TorchDispatchMode):
 
     def _refuse(self, func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
         raise NotImplementedError(
-            f"{schema_of(func).name}: CUDA has no {DTYPE_NAMES[self.dtype]} kernel of it; "
-            "compute it in FP32 (x.float(), or its module by an override)"
+            f"{schema_of(func).name}: CUDA has no {DTYPE_NAMES[self.dtype]} kernel for it; compute "
+            f"it in FP32 (x.float(), or its module by an override)"
         )
 
     def _widen(self, value: Any, widen: Callable[[Tensor], Tensor] | None = None) -> Any:

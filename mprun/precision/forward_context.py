@@ -165,8 +165,8 @@ def why_unsupported(
     """Return the reason why `device` cannot run `policy` as defined, or None if it can.
 
     TF32 and BF16 Tensor Cores exist from compute capability 8.0 on (NVIDIA Ampere), FP8's from 8.9
-    on. Small products show whether torch has the FP8 products of this policy there. Products of
-    decoded numbers are BF16's. ROCm's GPUs have numbers of their own: they have no TF32, and small
+    on. Trial products of FP8 show whether torch supports this policy there. Products of decoded
+    numbers are BF16's. ROCm's GPUs have other version numbers: they have no TF32, and trial
     products show the rest.
 
     overrides: dtypes of module overrides.

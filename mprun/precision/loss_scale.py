@@ -77,7 +77,7 @@ class LossScale(ABC):
         """Raise TypeError for the numbers of a rule where the rule is wanted."""
         kind = self.rule_type or object
         if numbers or not isinstance(rule, kind):
-            raise TypeError(f"rule: must be a {kind.__name__}, which takes these numbers")
+            raise TypeError(f"rule: must be a {kind.__name__}")
 
     def inverse(self) -> Tensor:
         """Return 1/scale, float32, 0-dim; computed in float64, rounded once, as torch.amp does."""
@@ -120,7 +120,7 @@ class LossScale(ABC):
         """
         names = {"kind", *self._fields}
         if state.get("kind", self.kind) != self.kind:
-            raise ValueError(f"loss scale state: kind={state['kind']!r}, needed: {self.kind!r}")
+            raise ValueError(f"loss scale state: kind={state['kind']!r}, must be {self.kind!r}")
         if missing := names - set(state):
             raise ValueError(f"loss scale state: key {min(missing)!r} is missing")
         if unknown := set(state) - names:

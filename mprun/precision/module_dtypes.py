@@ -170,7 +170,7 @@ def _refuse_uncalled(modules: Mapping[str, nn.Module], name: str, what: str) -> 
         whose = f"the model itself computes with its parameters; override {FORWARD}"
     if not any(True for _ in modules[name].parameters()):
         whose = "it is empty"
-    raise ValueError(f"{what} matches {name}, a {kind} that is never called: {whose}")
+    raise ValueError(f"{what} matches {name}, a {kind} that is never called itself: {whose}")
 
 
 def stays_in_fp32(module: nn.Module, policy: PrecisionPolicy) -> bool:
@@ -329,5 +329,7 @@ def refuse_without_effect(
     for name, choice in chosen_dtypes(model, overrides, key).items():
         fixed = getattr(model.get_submodule(name), "computes_in_fp32", False)
         if fixed and choice.dtype is not torch.float32 and name in overrides:
-            asked = f"{key}.{name}={dtype_name(choice.dtype)}"
-            raise ValueError(f"{asked}: computes in FP32 in {policy.name} (allowed: fp32)")
+            raise ValueError(
+                f"{key}.{name}={dtype_name(choice.dtype)}: the module computes in FP32 in the mode "
+                f"{policy.name} (allowed: fp32)"
+            )

@@ -53,16 +53,16 @@ class PrecisionPolicy:
     param_dtype: weights, inputs and activations of the model, and their gradients.
     norm_dtype: parameters, statistics and arithmetic of norm layers.
     master_dtype: dtype of parameters between calls, in which the optimizer updates them; a call
-        computes with copies. None: every parameter has its dtype of a call at all times. One of 16
-        bits is for parameters that a call has in 16 bits: FP32 tensors with numbers of that dtype.
-    grad_dtype: dtype in which gradients are unscaled. Without masters they add up and are clipped
-        in it, too; else in FP32.
+        computes with copies. None: parameters have the dtype of a call at all times. 16 bits: FP32
+        tensors whose numbers this dtype has, of parameters that a call computes with in 16 bits.
+    grad_dtype: dtype in which gradients are unscaled. Without master weights they are also added
+        and clipped in it; otherwise in FP32.
     loss_dtype: dtype of logits inside softmax and loss.
     autocast_dtype: dtype of torch.autocast's lower-precision op list; None: no autocast.
     fp32_math: "ieee" or "tf32", how FP32 products are computed on CUDA.
     reduce_dtype: dtype in which gradients are summed over ranks, scaled as backward computed them.
         None: in the dtype of `.grad`, unscaled. The micro-batches of an update count as ranks.
-    reduce_divide: where that sum is divided, see `mprun.distributed.reduction.factors`.
+    reduce_divide: place of the division of this sum, see `mprun.distributed.reduction.factors`.
     reduce_order: order in which it is added, see `mprun.distributed.reduction.in_order`.
     rounding: how 16-bit masters, or weights without a master copy, are stored. "nearest": without
         one the update computes in their dtype, or in FP32 with a state_dtype; "stochastic",
@@ -114,7 +114,7 @@ class PrecisionPolicy:
 
     @property
     def masters(self) -> str:
-        """Say which master weights are updated.
+        """Return the kind of master weights: "kept", "transient" or "none".
 
         "kept" ones stay from step to step, "transient" ones live for one update. With "none" each
         weight is updated in its own dtype.

@@ -91,7 +91,9 @@ class RoundedWeights:
         self.inner, self.weights, self.rounding = inner, list(weights), rounding
         for name, weight in zip(names, self.weights, strict=True):
             if not is_dense(weight):
-                raise ValueError(f"{name}: has gaps between its values; make it contiguous")
+                raise ValueError(
+                    f"{name}: its values must be contiguous in memory; call .contiguous()"
+                )
         device = self.weights[0].device
         states = self.states = states or StateFormats()
         self.masters = masters or {}

@@ -95,7 +95,7 @@ class Forward:
             if shared.stores_half:
                 raise RuntimeError(
                     f"precision={shared.policy.name} keeps weights in 16 bits; save the model "
-                    "by torch.save, and export the plain one that loads"
+                    "by torch.save, load that file, and export the plain model"
                 )
             return self.plainly(*args, **kwargs)
         return shared.call(self, args, kwargs)

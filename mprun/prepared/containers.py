@@ -99,8 +99,8 @@ def _copied(value: Any, changed: Mapping[int, Tensor], copies: dict[int, Any]) -
     except Exception as error:
         raise RuntimeError(
             f"a prepared model takes and returns tensors; in a {type(value).__name__}, which "
-            "copy.copy refuses, they would pass without a cast. Pass and return tensors, and build "
-            "it outside the model"
+            f"copy.copy refuses, they would pass without a cast. Pass and return tensors, and "
+            f"build the object outside the model"
         ) from error
     if isinstance(value, dict):
         for key, part in value.items():

@@ -127,7 +127,7 @@ class KeptState:
         kept = StateFormats() if self.narrow is None else self.narrow.states
         if saved[:2] != kept[:2] and (saved.in_blocks or kept.in_blocks):
             raise ValueError(
-                f"optimizer state is kept in {saved.in_words}, not in {kept.in_words}: load it "
+                f"optimizer state has the format {saved.in_words}, must have {kept.in_words}: load it "
                 "into an optimizer with the same precision.update.state_dtype"
             )
         self._loaded = state
@@ -167,6 +167,6 @@ def refuse_cast_codes(optimizer: Optimizer) -> None:
         for key, value in state.items():
             if f"{key}{SCALE}" in state and value.dtype is not torch.uint8:
                 raise ValueError(
-                    "optimizer: its state was loaded too early: it is in 8 bits (dynamic8, fp8), "
-                    "and torch has cast it; load it after prepare(model, optimizer, ...)"
+                    "optimizer: its 8-bit state (dynamic8, fp8) was loaded too early, so torch has "
+                    "cast it; load it after prepare(model, optimizer, ...)"
                 )

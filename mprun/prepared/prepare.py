@@ -99,11 +99,11 @@ def prepare(
     overrides: Mapping[str, str | torch.dtype] | None = None,
     native: bool = False,
 ) -> Any:
-    """Put a model into a precision mode, in place, and let its optimizers follow the mode.
+    """Put a model and its optimizers into a precision mode, in place.
 
-    The same objects come back. From outside the model looks unchanged: its parameters are FP32
-    leaves with unscaled FP32 gradients, its inputs and outputs FP32. With a loss scale a step with
-    non-finite gradients is skipped and moves the scale, whichever optimizer takes it.
+    It returns the same objects. From outside the model looks unchanged: its parameters are FP32
+    leaves with unscaled FP32 gradients, its inputs and outputs FP32. With a loss scale, a step with
+    non-finite gradients is skipped and changes the scale, whichever optimizer takes it.
 
     With gradients enabled a call computes in the mode, also in eval mode (frozen BatchNorm);
     without them eval mode computes in FP32.
@@ -111,8 +111,8 @@ def prepare(
     A CPU emulates 16-bit arithmetic as a GPU computes it (docs: precision modes).
 
     Args:
-        model: in FP32, on its device; several in a list. It may be compiled. On several processes
-            it is in DistributedDataParallel or sharded by `fully_shard`, before or after.
+        model: in FP32, on its device; several in a list. It may be compiled. On several processes,
+            wrap it in DistributedDataParallel or shard it by `fully_shard`, before or after.
         optimizer: one of torch's or a subclass, before its first step or with a loaded state;
             several in a list. Optimizers created later are included. None: there is none yet.
         precision: name of a mode ("fp32", "fp16_naive", "fp16_master", "amp", ...) or a policy.
@@ -133,8 +133,8 @@ def prepare(
     policy = get_policy(precision) if isinstance(precision, str) else precision
     if not isinstance(policy, PrecisionPolicy):
         raise ValueError(
-            f"precision={precision!r}: must be the name of a mode, or a policy; that of a file of "
-            "your own is mprun.precision.get_policy(NAME, FOLDER)"
+            f"precision={precision!r}: must be the name of a mode, or a policy; "
+            f"mprun.precision.get_policy(NAME, FOLDER) loads a file of your own"
         )
     device = _device_of(models)
     dtypes = _dtypes(models, overrides or {})
@@ -153,8 +153,8 @@ def prepare(
     known = {id(parameter) for model in models for parameter in model.parameters()}
     if any(known.isdisjoint(map(id, held_by(each))) for each in optimizers):
         raise ValueError(
-            "optimizer: holds no parameter of the model; build it from model.parameters(), of the "
-            "same model that is prepared"
+            "optimizer: holds no parameter of the model; build it from model.parameters() of the "
+            "model that you prepare"
         )
     for each in optimizers:
         refuse_cast_codes(each)
@@ -228,7 +228,7 @@ def _scale_of(scaler: str | LossScale, device: torch.device) -> LossScale:
     """Return a loss scale by name, or a given one if it is on the model's device."""
     scale = scaler if isinstance(scaler, LossScale) else get_loss_scale(scaler, device)
     if scale.scale.device.type != device.type:
-        raise ValueError(f"scaler: is on {scale.scale.device}, the model on {device}")
+        raise ValueError(f"scaler: is on {scale.scale.device}, must be on {device} like the model")
     if isinstance(scaler, str):
         Scaling.of(scale).name = scaler
     return scale

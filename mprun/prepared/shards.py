@@ -134,8 +134,8 @@ def refuse_spread(module: str, name: str, parameter: Tensor) -> None:
         raise RuntimeError(FSDP1)
     if is_shard(parameter):
         raise RuntimeError(
-            f"{module}.{name} is spread over processes when it is used; mprun.prepare takes "
-            "DistributedDataParallel and fully_shard, no tensor parallelism"
+            f"{module}.{name} is divided over processes when it is used; mprun.prepare supports "
+            f"DistributedDataParallel and fully_shard, but no tensor parallelism"
         )
 
 
@@ -143,7 +143,7 @@ def refuse_cast(module: str, name: str, parameter: Tensor) -> NoReturn:
     """Raise RuntimeError: `fully_shard` has cast a parameter as it gathered it."""
     raise RuntimeError(
         f"fully_shard gathers {module}.{name} in {parameter.dtype}; leave param_dtype of its "
-        "MixedPrecisionPolicy unset: the precision mode decides on the dtype of each operation"
+        f"MixedPrecisionPolicy unset, because the precision mode sets the dtype of each operation"
     )
 
 
@@ -154,8 +154,8 @@ def refuse_unshared(trained: Sequence[Tensor]) -> None:
         what = "what fully_shard has left of " if any(map(is_shard, trained)) else ""
         raise RuntimeError(
             f"{get_world_size()} processes train {what}a prepared model, but nothing adds up their "
-            "gradients; put torch.nn.parallel.DistributedDataParallel around it, or apply "
-            "fully_shard to it, layers first"
+            "gradients. Put torch.nn.parallel.DistributedDataParallel around it, or apply "
+            "fully_shard to its layers and then to the model"
         )
 
 

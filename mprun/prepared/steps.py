@@ -124,7 +124,7 @@ class OptimizerSteps:
         return nn.ModuleList(model.model for model in self.models)
 
     def named(self) -> dict[str, Tensor]:
-        """Return name -> parameter, for those of its models' parameters that it holds."""
+        """Return name -> parameter, for the parameters of its models that the optimizer holds."""
         held = set(map(id, held_by(self.optimizer)))
         found: dict[str, Tensor] = {}
         for number, model in enumerate(self.models):
@@ -150,7 +150,7 @@ class OptimizerSteps:
         return self.last.found_inf
 
     def computed(self) -> list[tuple[Tensor, torch.dtype]]:
-        """Return each parameter of its models, and the dtype in which they compute with it."""
+        """Return each parameter of its models with the dtype in which the model computes."""
         found: list[tuple[Tensor, torch.dtype]] = []
         for model in self.models:
             dtypes = model.tensors.dtypes()
@@ -222,7 +222,7 @@ class OptimizerSteps:
     # A step
 
     def begin(self, frame: FrameType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Note that a step begins in `frame`; a step within it (of a base class) does not count."""
+        """Record that a step begins in `frame`; a nested step (of a base class) does not count."""
         if self._is_own_step:
             return None
         if self._frame is not None:
@@ -243,8 +243,8 @@ class OptimizerSteps:
             return None
         if self.models and "grad_scale" in self.optimizer.__dict__:
             raise RuntimeError(
-                f"precision={self.policy.name}: a torch.amp.GradScaler steps the optimizer of a "
-                "prepared model, whose loss scale is mprun's; call loss.backward() and "
+                f"precision={self.policy.name}: a torch.amp.GradScaler calls the optimizer of a "
+                f"prepared model, but mprun already scales the loss; call loss.backward() and "
                 "optimizer.step() without it"
             )
         for model in self.models:
@@ -256,8 +256,8 @@ class OptimizerSteps:
             is_sharded = any(model.is_sharded for model in self.models)
             if is_sharded and now.isdisjoint(map(id, held_by(self.optimizer))):
                 raise RuntimeError(
-                    "the optimizer holds parameters from before fully_shard, which has made "
-                    "others; build it afterwards, from model.parameters()"
+                    "the optimizer holds parameters from before fully_shard, which replaced them; "
+                    "build the optimizer afterwards, from model.parameters()"
                 )
             raise RuntimeError(
                 "no gradients: no backward pass has reached the parameters of this optimizer since "
@@ -297,7 +297,7 @@ class OptimizerSteps:
             if self.narrow is not None:
                 raise ValueError(
                     f"closure: must be None with precision={self.policy.name}, which updates "
-                    "weights chunk by chunk; call optimizer.step() without it"
+                    f"weights in chunks; call optimizer.step() without it"
                 )
             if not scaled:
                 return None
@@ -385,7 +385,7 @@ class OptimizerSteps:
         return found
 
     def look_at(self, model: PreparedModel) -> None:
-        """Note, at the end of a pass, whether the gradients of its parameters are finite.
+        """Record, at the end of a pass, whether the gradients of its parameters are finite.
 
         Other parameters of the model may hold infinities of another optimizer's loss.
         """
@@ -423,7 +423,7 @@ class OptimizerSteps:
         self._kept.add_up_in_16_bits(self.optimizer)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that the next step depends on beside weights and the optimizer's state."""
+        """Return the state for the next step, without weights and the optimizer's own state."""
         return self._kept.state_dict()
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:

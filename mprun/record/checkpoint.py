@@ -89,7 +89,7 @@ def load_newest(folder: Path, map_location: torch.device) -> Checkpoint | None:
         except Damaged as error:
             warnings.append(str(error))
     if warnings:
-        raise Damaged(f"{folder}: no whole checkpoint left ({'; '.join(warnings)})")
+        raise Damaged(f"{folder}: no complete checkpoint is left ({'; '.join(warnings)})")
     return None
 
 
@@ -110,7 +110,7 @@ def all_in(folder: Path) -> list[tuple[int, Path]]:
     for path in folder.glob("step-*"):
         if match := _NAME.match(path.name):
             if path.is_symlink() or not path.is_dir():
-                raise Damaged(f"{path}: named like a checkpoint, but not a folder")
+                raise Damaged(f"{path}: has the name of a checkpoint, but is no folder")
             found.append((int(match[1]), path))
     return sorted(found)
 
@@ -139,7 +139,7 @@ def _load(path: Path, map_location: torch.device) -> dict:
     try:
         with zipfile.ZipFile(path) as archive:
             if any(member.compress_type != zipfile.ZIP_STORED for member in archive.infolist()):
-                raise Damaged(f"{path}: compressed; mprun's checkpoints are not")
+                raise Damaged(f"{path}: is compressed; must be an uncompressed checkpoint of mprun")
         # Tensors and plain values only: a file cannot make torch run code.
         state = torch.load(path, map_location=map_location, weights_only=True)
     except Damaged:
@@ -147,7 +147,7 @@ def _load(path: Path, map_location: torch.device) -> dict:
     except Exception as error:  # torch raises many types for damaged files
         raise Damaged(f"{path}: {type(error).__name__}") from error
     if not isinstance(state, dict):
-        raise Damaged(f"{path}: not the state of a run")
+        raise Damaged(f"{path}: must be the state of a run")
     return state
 
 

@@ -102,7 +102,7 @@ def parsed_json(path: Path, number: int, line: bytes) -> Any:
     try:
         return json.loads(line, parse_int=_whole)
     except OverflowError:
-        raise Damaged(f"{path}: line {number}: a number that no float holds") from None
+        raise Damaged(f"{path}: line {number}: a number is too large for a float") from None
     except (ValueError, RecursionError):  # not JSON, or not UTF-8
         raise Damaged(f"{path}: line {number} is not JSON") from None
 

@@ -176,7 +176,9 @@ def refuse_strange(directory: Path) -> None:
                 if entry.is_symlink():
                     target = os.path.realpath(entry.path)
                     if os.path.commonpath((root, target)) != root or not os.path.exists(target):
-                        raise Damaged(f"{entry.path}: a link, which may not lead out of a run")
+                        raise Damaged(
+                            f"{entry.path}: is a link that leads out of the run or to nothing"
+                        )
                 elif entry.is_dir():
                     folders.append(entry.path)
                 elif not entry.is_file():
@@ -246,7 +248,8 @@ def refuse_link(path: Path) -> Path:
     """Return `path`; raise BadInput if it is a link: nothing is written through one."""
     if path.is_symlink():
         raise BadInput(
-            f"{path}: a link, through which nothing is written; remove it, or name another folder"
+            f"{path}: is a link, and mprun writes nothing through links; remove it, or name "
+            f"another folder"
         )
     return path
 

@@ -289,8 +289,8 @@ def read_record(directory: Path, *needed: str) -> Record:
         raise Damaged(f"{path}: {in_words(error)}") from None
     if (form := record.get("record_form", 1)) > FORM:
         raise BadInput(
-            f"{path}: form {form} of a record, written by {written_by(record)}; mprun "
-            f"{__version__} knows up to {FORM}: use that version"
+            f"{path}: has record format {form}, written by {written_by(record)}; mprun "
+            f"{__version__} reads formats up to {FORM}: use that version"
         )
     for key in needed:
         found: Any = record
@@ -332,7 +332,7 @@ def written_by(record: Mapping[str, Any]) -> str:
 def refuse_older_state(what: str, record: Mapping[str, Any]) -> None:
     """Raise BadInput if a run's checkpoints are of an older form; what: begins the line."""
     if record.get("record_form", 1) < _OLDEST_STATE:
-        raise BadInput(f"{what}: another form of checkpoint, {of_another_version(record)}")
+        raise BadInput(f"{what}: another format of checkpoint, {of_another_version(record)}")
 
 
 def of_another_version(record: Mapping[str, Any]) -> str:

@@ -57,7 +57,7 @@ def read_fields(directory: Path) -> dict[str, Any]:
     seal = fields.get("seal") if isinstance(fields, dict) else None
     if seal is not None:
         if not isinstance(seal, dict) or not isinstance(seal.get("files"), dict):
-            raise BrokenSeal(f"{path}: seal: not that of a run")
+            raise BrokenSeal(f"{path}: seal: must be the seal of a run")
         others = {key: value for key, value in fields.items() if key != "seal"}
         if (found := _of_fields(others)) != seal.get("fields"):
             should = f"fields of SHA-256 {str(seal.get('fields'))[:12]}..."
@@ -97,7 +97,7 @@ def content_of(
         return missing
     if should is not None:
         if name not in should:
-            raise BrokenSeal(f"{path}: not a file of this run, which ended without it")
+            raise BrokenSeal(f"{path}: must not exist, because the run ended without this file")
         if (found := _digest(content)) != should[name]:
             _refuse(path, should[name], f"is {_in_words(found)}")
     return content

@@ -258,7 +258,7 @@ def configuration(
     if (size := len(_canonical(values))) > _MOST_CONFIG:
         raise ValueError(
             f"config: {size} characters, must be at most {_MOST_CONFIG}; "
-            "give only settings that decide on the result, and hashes of large values"
+            "give only settings that affect the result, and hashes of large values"
         )
     return values | {"compare": compare}
 

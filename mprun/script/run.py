@@ -51,27 +51,28 @@ class Diverged(SystemExit):
 class Run:
     """A run directory that a script writes, in a `with` block around its training.
 
-    On several processes each makes it and calls it alike. The first one writes. The others wait for
-    it every `log_every` steps, at evaluations and at the end. It ends in all of them or in none.
+    On several processes, each one creates it and calls it alike. The first one writes. The others
+    wait for it every `log_every` steps, at evaluations and at the end. It ends in all of them or in
+    none.
 
     Args:
         folder: parent of the run's directory, which is named after mode, scaler and seed.
         optimizer: from `mprun.prepare`; several in a list, or by name ({"d": ..., "g": ...}).
-        config: the script's settings that decide on its result, for instance `vars(args)`. Runs
+        config: the script's settings that affect its result, for instance `vars(args)`. Runs
             are compared if these agree; precision, scaler and seed are left out.
         seed: runs of the same seed are compared in pairs.
         data: the training data: a name, or a path (or several) whose content is hashed.
-        metric: metric of `evaluate` that the verdict rests on.
+        metric: metric of `evaluate` that the verdict judges.
         margin: difference up to which the metric matches FP32: relative (0.01: 1 %), or in the
             metric's own unit if higher is better; None: 1 %.
-        higher_is_better: the metric is an accuracy or a score; needs a margin. None: no, if its
-            name says so (loss, error, perplexity); any other name is refused.
+        higher_is_better: the metric is an accuracy or a score; needs a margin. None: False for
+            names with loss, error or perplexity; other names are refused.
         pair_sd: known scatter (standard deviation) of the gap between one run and its FP32
             partner, in the margin's unit. It allows the one sound test of a single pair.
         pair_sd_source: the runs that pair_sd was measured on; needed with it.
         name: name of the experiment; None: the script's file.
         log_every: steps between two records; the first 20 and every skipped step have one too.
-        probe_every: probe the steps divisible by this, see `mprun.probe`; 0: none.
+        probe_every: probe each step that this number divides, see `mprun.probe`; 0: none.
         modules: patterns of the modules to probe; none: all modules without submodules.
 
     Attributes:
@@ -201,8 +202,8 @@ class Run:
         are read `log_every` steps later.
 
         Args:
-            loss: the step's loss to report, 0-dim. It tells of steps whose loss is not finite: with
-                several losses, as of a GAN, pass their sum, and each as a metric.
+            loss: the step's loss to report, 0-dim. mprun checks that it is finite. With several
+                losses, as in a GAN, pass their sum, and each as a metric.
             metrics: further metrics of the step, one number each.
 
         Raises:
@@ -279,10 +280,10 @@ class Run:
         """
         keeper = None if self._recorder is None else self._recorder.keeper
         if keeper is None:
-            raise RuntimeError(f"{self.directory}: a run of several processes cannot go back")
+            raise RuntimeError(f"{self.directory}: a run of several processes cannot rewind")
         kept = keeper.snapshot
         if kept.step is None:
-            raise RuntimeError(f"{self.directory}: no copy was kept ({keeper.reason})")
+            raise RuntimeError(f"{self.directory}: no copy was saved ({keeper.reason})")
         kept.restore()
         return kept.step
 
@@ -416,4 +417,6 @@ def _integer(key: str, value: Any, least: int) -> int:
 
 def _refuse_reserved(names: Iterable[str]) -> None:
     for name in sorted(names):
-        raise ValueError(f"{name}: is a field of every record; give the metric another name")
+        raise ValueError(
+            f"{name}: every record has a field of this name; give the metric another name"
+        )

@@ -37,11 +37,11 @@ _EVERY_S = 0.2  # between two updates of the progress
 
 
 class SweptRun(Run):
-    """A run of `mprun.sweep`: a `Run` that begins once its model and optimizer are there.
+    """A run of `mprun.sweep`: a `Run` that begins when `prepare` gets model and optimizer.
 
     Attributes:
         precision: the mode's name.
-        seed: the seed; Python's, NumPy's and torch's generators have it already.
+        seed: the seed, already set in the generators of Python, NumPy and torch.
     """
 
     status = "not prepared"
@@ -62,7 +62,10 @@ class SweptRun(Run):
     ) -> tuple[Model, Opt]:
         """Put model and optimizer into the run's mode as `mprun.prepare` does; begin the record."""
         if self.status != "not prepared":
-            raise RuntimeError("run.prepare: is called once a run, with all models and optimizers")
+            raise RuntimeError(
+                "run.prepare: was called twice; call it once per run, with all "
+                "models and optimizers"
+            )
         prepared = prepare(model, optimizer, self.precision, **options)
         given: Any = optimizer
         try:
@@ -115,26 +118,26 @@ def sweep(
 ) -> ComparedRuns:
     """Call `train(run)` for each mode and seed, record every run and compare the modes with FP32.
 
-    Before each call Python's, NumPy's and torch's random generators get the seed. The function
+    Before each call, the random generators of Python, NumPy and torch get the seed. The function
     builds model and optimizer anew, gives them to `run.prepare`, calls `run.step(loss)` after each
     step, and `run.evaluate(loss=...)` at its end. A run that diverges is a result; the sweep goes
     on. Any other error ends it.
 
-    With `until="decided"` seeds are added, one a round for FP32 and the modes that are still open,
-    up to `max_seeds`. Looks at every number of seeds are planned in each record before its run, so
-    that the verdicts keep their error rate of 5 %.
+    With `until="decided"` each round adds one seed for FP32 and the undecided modes, up to
+    `max_seeds`. Each record has the plan of looks before its run, so that the verdicts keep their
+    error rate of 5 %.
 
     Args:
         train: the function; it may read `run.precision` and `run.seed`.
         modes: names of precision modes; FP32 among them is the baseline.
-        seeds: how many (3: 0, 1, 2), or which ones. With `until` those of the first look, at least
-            3 that follow one another; the others follow them.
+        seeds: number of seeds (3: 0, 1, 2), or a list of seeds. With `until`: the seeds of the
+            first look, at least 3 consecutive ones; further seeds follow.
         folder: parent of the run directories; None: outputs/ and the function's name.
         config: settings that decide on the result, as for `mprun.Run`.
         data, metric, margin, higher_is_better, pair_sd, pair_sd_source, log_every: as for
             `mprun.Run`.
         until: "decided", or None: all `seeds` of every mode.
-        max_seeds: the most seeds of a mode with `until` (None: 10; at most 50).
+        max_seeds: largest number of seeds per mode with `until` (None: 10; at most 50).
 
     Returns:
         The comparison of these runs: `verdicts`, `curves`, `figure()`, `write(folder)`. A notebook
@@ -208,12 +211,12 @@ def _planned(
     if until != "decided":
         raise ValueError(f"until={until!r}: must be 'decided', or None")
     if len(modes) < 2:
-        raise ValueError(f"modes={[*modes]}: until='decided' needs a mode beside {_BASELINE}")
+        raise ValueError(f"modes={[*modes]}: until='decided' needs another mode than {_BASELINE}")
     first = len(seeds)
     if first < FEWEST or [*seeds] != [*range(seeds[0], seeds[0] + first)]:
         raise ValueError(
-            f"seeds={[*seeds]}: with until='decided' those of the first look, at least {FEWEST} "
-            "that follow one another"
+            f"seeds={[*seeds]}: with until='decided' at least {FEWEST} consecutive seeds, those of "
+            f"the first look"
         )
     most = max(first, MOST_BY_DEFAULT) if most is None else most
     if type(most) is not int or not first <= most <= MOST:
@@ -226,7 +229,7 @@ def _modes(given: Iterable[str]) -> list[str]:
     for mode in modes:
         get_policy(mode)  # names those that there are
     if _BASELINE not in modes:
-        raise ValueError(f"modes={modes}: must hold {_BASELINE}, with which others are compared")
+        raise ValueError(f"modes={modes}: must contain {_BASELINE}, the baseline of the comparison")
     return modes
 
 
@@ -254,7 +257,7 @@ def _check(run: SweptRun, name: str, metric: str) -> None:
         raise ValueError(f"{name}: ended without run.step(loss) after each optimizer.step()")
     if run.status == "done" and not run.final:
         raise ValueError(
-            f"{name}: ended without run.evaluate({metric}=...), on which the verdict rests"
+            f"{name}: ended without run.evaluate({metric}=...), which the verdict needs"
         )
 
 

@@ -97,8 +97,8 @@ class ScriptTask:
             raise RuntimeError("no optimizer.step() since the last step; it comes before this call")
         if taken > 1 and len(self._scale_names) == 1:
             raise RuntimeError(
-                f"{taken} calls of optimizer.step() since the last step, one is expected; call "
-                "run.step(loss) after each"
+                f"{taken} calls of optimizer.step() since the last run.step(loss), must be one; "
+                f"call run.step(loss) after each"
             )
         self._steps = steps
         if flags:
@@ -190,7 +190,8 @@ def probe(
     The step is a normal training step and computes the same.
 
     Args:
-        step: takes it (forward, backward, `optimizer.step()`) and returns its loss, 0-dim.
+        step: function that takes the step (forward, backward, `optimizer.step()`) and returns its
+            loss, 0-dim.
         optimizer: prepared; several in a list, or by name.
         modules: glob patterns over module names; none: every module without modules inside.
 

@@ -193,7 +193,7 @@ def _check_plan(cell: Cell, record: dict) -> None:
         what = "without a plan" if there is None else f"under the plan {there}"
         raise BadInput(
             f"{cell.directory}: recorded {what}; until=decided needs seeds whose values nobody has "
-            "seen: give another first one, seed=N"
+            f"seen: give another first seed, seed=N"
         )
 
 

@@ -62,7 +62,9 @@ def checked_launcher(overrides: list[str]) -> str | None:
     chosen = dict(map(_parsed, overrides))
     for key in chosen:
         if key.removeprefix("hydra.launcher.") in _FIXED:
-            raise BadInput(f"{key}: mprun sets it (one process a run, files where it looks)")
+            raise BadInput(
+                f"{key}: mprun sets this key itself (one process per run, files in its folders)"
+            )
     launcher = chosen.get("hydra/launcher")
     if launcher is None:
         raise BadInput(f"{overrides[0]}: needs hydra/launcher={'|'.join(LAUNCHERS)}")
@@ -76,7 +78,9 @@ def checked_launcher(overrides: list[str]) -> str | None:
             )
         _check_values(overrides)
     if launcher == "submitit_slurm" and shutil.which("sbatch") is None:
-        raise BadInput("hydra/launcher=submitit_slurm: no sbatch here; run it where SLURM is")
+        raise BadInput(
+            "hydra/launcher=submitit_slurm: there is no sbatch here; run it on a machine with SLURM"
+        )
     return str(launcher)
 
 
@@ -147,9 +151,13 @@ def plan(overrides: list[str], config_dir: str | None) -> Plan:
     parsed = parse_overrides(overrides, sweep=True)
     swept = frozenset(o.key_or_group for o in parsed if o.is_sweep_override())
     if {"output_dir", "resume"} & {o.key_or_group for o in parsed}:
-        raise BadInput("output_dir, resume: not with -m; each run of a sweep has its own directory")
+        raise BadInput(
+            "output_dir, resume: not with -m, because each run of a sweep has its own directory"
+        )
     if "output_root" in swept:
-        raise BadInput("output_root: one value; all runs of a sweep are in one folder")
+        raise BadInput(
+            "output_root: must be one value, because all runs of a sweep are in one folder"
+        )
     if until is not None:
         refuse_swept_seed(swept)
         swept |= {"seed"}

@@ -62,7 +62,9 @@ def _number(words: dict[str, str], key: str, default: int, low: int, high: int) 
 def refuse_swept_seed(swept: Iterable[str]) -> None:
     """Raise BadInput if the line names several seeds."""
     if "seed" in swept:
-        raise BadInput("seed: one value with until=decided, the first seed; it adds the others")
+        raise BadInput(
+            "seed: must be one value with until=decided, the first seed; the sweep adds the others"
+        )
 
 
 def refuse_lone_modes(composed: Sequence["Composed"]) -> None:
@@ -90,6 +92,6 @@ def refuse_lone_modes(composed: Sequence["Composed"]) -> None:
             )
         if len(arms) < 2:
             raise BadInput(
-                "until=decided: needs a mode beside the baseline, as precision="
+                "until=decided: needs another mode than the baseline, such as precision="
                 f"{baselines[shared]},amp"
             )

@@ -288,12 +288,14 @@ class Learner:
         """
         own = self.model.state_dict()
         if own.keys() != saved["model"].keys():
-            raise ValueError("model state is of another model")
+            raise ValueError("model state must come from the same model")
         for name, tensor in own.items():
             copy_exactly(name, tensor, part_of(saved["model"][name], tensor))
         self.prepared.tensors.forget()
         if saved["averages"].keys() != self.averages.keys():
-            raise ValueError("optimizer state has averages of other weights (optim.average_decay)")
+            raise ValueError(
+                "optimizer state must have averages of the same weights (optim.average_decay)"
+            )
         for name, average in self.averages.items():
             copy_exactly(f"average of {name}", average, saved["averages"][name])
         self._load_optimizer(saved["state"])
@@ -305,14 +307,14 @@ class Learner:
     def _load_optimizer(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
         state = self.steps.state_by_name()
         if saved.keys() != state.keys():
-            raise ValueError("optimizer state belongs to another model or precision mode")
+            raise ValueError("optimizer state must come from the same model and precision mode")
         for name, own in state.items():
             kept = {key: _part(value, self.named[name]) for key, value in saved[name].items()}
             if not own and creates_late(self.optimizer):
                 create_state(self.optimizer, self.named[name], kept)
                 continue
             if kept.keys() != own.keys():
-                raise ValueError(f"optimizer state of {name} belongs to another optimizer")
+                raise ValueError(f"optimizer state of {name} must come from the same optimizer")
             for key, value in kept.items():
                 copy_exactly(f"{key} of {name}", own[key], value)
 

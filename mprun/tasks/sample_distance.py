@@ -82,7 +82,7 @@ class SampleDistance:
                     count = len(self.pixels[len(distances)])
                     raise ValueError(
                         f"{len(ours) // count} real and {len(theirs) // count} generated images: "
-                        "must be equally many"
+                        f"must have the same number"
                     )
                 ours, theirs = _standardised(ours, theirs)
                 distances.append(sliced_wasserstein(ours, theirs, self.directions))

@@ -77,7 +77,9 @@ def run_directory(path: str) -> Path:
     if not os.path.lexists(directory / "run.json"):
         if not os.path.lexists(directory / "config.yaml"):
             raise BadInput(f"resume={path}: no config.yaml there; give a run directory")
-        raise BadInput(f"resume={path}: no run.json there; the run never reached its first step")
+        raise BadInput(
+            f"resume={path}: no run.json there, because the run never reached its first step"
+        )
     return directory
 
 

@@ -93,8 +93,8 @@ class MetricLogger(Records):
         if judged not in values:
             found = ", ".join(values) or "nothing"
             raise BadInput(
-                f"compare.metric={judged}: the task's evaluate() returned {found}; the run can go "
-                f"on once it returns {judged}"
+                f"compare.metric={judged}: the task's evaluate() returned {found}, must return "
+                f"{judged}; fix it and resume the run"
             )
         self.write_evaluation(step, values, time.perf_counter() - started)
         samples = self.task.samples()

@@ -61,7 +61,7 @@ def resume(
             ranks.together(lambda: run.check_same_products(built))
             start = ranks.together(lambda: _start(directory, built, config, record))
             if ranks.first(start.step) != start.step:
-                raise Damaged(f"{directory}: rank {ranks.rank} sees other checkpoints than rank 0")
+                raise Damaged(f"{directory}: rank {ranks.rank} has other checkpoints than rank 0")
             start = ranks.first(start)
         if not ranks.is_first:
             return run.follow(directory, config, built, start)
@@ -116,7 +116,7 @@ def _start(directory: Path, built: Built, config: RunConfig, record: Record) -> 
     records = parsed_metrics(metrics, kept)
     # Each step with a skipped update has a record.
     if skipped != max((one["skipped"] for one in records if one["split"] == "train"), default=0):
-        raise Damaged(f"{place}: {skipped} skipped updates, but metrics.jsonl has another number")
+        raise Damaged(f"{place}: {skipped} skipped updates, but metrics.jsonl shows another number")
     # An attempt that ended in the evaluation of this step left no record of it.
     due = step == built.steps or (every > 0 and step % every == 0)
     evaluated = [one["step"] for one in records if one["split"] == "eval"][-1:] == [step]
@@ -138,7 +138,9 @@ def _from_the_beginning(directory: Path, record: Record, is_first: bool) -> Star
             f"step {record['first_checkpoint']}"
         )
     if record["status"] == "done":
-        raise BadInput(f"resume={directory}: done, without a checkpoint to go on from")
+        raise BadInput(
+            f"resume={directory}: the run is done and has no checkpoint to continue from"
+        )
     if is_first:
         print("mprun: no checkpoint yet: starting again at step 1", file=sys.stderr)
     return Start()
@@ -149,8 +151,8 @@ def _check_same_stack(recorded: dict) -> None:
     torch_then, torch_now = recorded["packages"]["torch"], torch.__version__
     if torch_then not in (torch_now, torch_now.split("+")[0]):
         raise BadInput(
-            f"resume: the run used torch {torch_then}, this is {torch_now}; the run would not "
-            "continue bit for bit"
+            f"resume: the run used torch {torch_then}, but torch {torch_now} is installed; the run "
+            f"would not continue bit for bit"
         )
 
 

@@ -131,7 +131,7 @@ def _check_same_data(built: Built) -> None:
     own = built.data.sha256
     if built.task.ranks.first(own) != own:
         must = "each rank must be given all of them, and a stream must not divide itself"
-        raise BadInput(f"other data than on rank 0: {must} (mprun --help data.factory)")
+        raise BadInput(f"the data differ from those of rank 0: {must} (mprun --help data.factory)")
 
 
 def check_same_products(built: Built) -> None:
@@ -142,8 +142,8 @@ def check_same_products(built: Built) -> None:
     own = linear_products(built.forward_context)
     if (first := built.task.ranks.first(own)) != own:
         raise BadInput(
-            f"precision={built.policy.name}: linear layers multiply {own} here, on rank 0 {first}; "
-            "all ranks need GPUs that do the same"
+            f"precision={built.policy.name}: linear layers multiply {own} here, but {first} on "
+            f"rank 0; all ranks need the same kind of GPU"
         )
 
 

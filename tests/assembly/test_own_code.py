@@ -268,7 +268,7 @@ def own_modules(tmp_path, monkeypatch):
         ("data.factory=owncode:raises", "train_batch(0) of its source: IndexError|owncode.py"),
         (
             "data.factory=owncode:nothing",
-            "eval_batches() of its source must yield a batch, got none",
+            "eval_batches() of its source must yield at least one batch, got none",
         ),
         ("data.factory=owncode:text", "no num_classes, which a classifier needs"),
         ("model=dcgan data=custom data.image_size=32", "images of 8x8 pixels, model.image_size"),
@@ -285,7 +285,7 @@ def own_modules(tmp_path, monkeypatch):
         ("model.factory=owncode:same_again", "returned a network twice"),
         ("model.factory=owncode:shared", "returned a network twice"),
         ("model.factory=owncode:half", "is torch.float16; build the network in float32"),
-        ("model.factory=owncode:lazy", "1.weight is lazy"),
+        ("model.factory=owncode:lazy", "1.weight is a lazy layer"),
         ("model.factory=owncode:empty", "no parameter to train"),
         ("model.factory=owncode:few", "forward returned float32 [2, 2], must be|[2, 3]"),
         ("model.factory=owncode:fails", "forward of float32 [2, 1, 8, 8] in FP32: RuntimeError"),

@@ -328,7 +328,7 @@ def test_a_link_out_of_a_run_is_not_followed(run, tmp_path, name, capsys):
     for verb in with_extensions("READERS", [["compare"]]):
         assert main([*verb, str(run)]) == 4
     assert main([f"resume={run}", "train.steps=7"]) == 4
-    assert f"{name}: a link, which may not lead out of a run" in capsys.readouterr().err
+    assert f"{name}: is a link that leads out of the run" in capsys.readouterr().err
     assert files_of(outside) == before
 
 

@@ -100,7 +100,7 @@ def test_another_learning_rate_is_refused_unless_told(runs, capsys):
         (["--tag", "loss", "fp32=a", "amp=b"], "compare: --tag: unknown option; now --scalar"),
         (
             ["outputs", "--scalar", "loss", "--metric", "loss"],
-            "--metric: must not be given with --scalar",
+            "--metric: not with --scalar",
         ),
         (["outputs", "--allow", "optim.rate"], "optim.rate"),
         (["outputs", "--baseline", "nowhere"], "there are runs of amp, fp32"),

@@ -166,7 +166,7 @@ def test_two_possible_baselines_are_refused_until_one_is_given(tmp_path):
         write_study(tmp_path / name, study, overrides={"optim.lr": lr})
     first, second = (tmp_path / name / "fp32-s0" for name in "ab")
     both = f"--allow optim.lr: {first} and {second} could both be the baseline (they differ in "
-    both += "optim.lr (0.05, here 0.1)); say which with --baseline PATH"
+    both += "optim.lr (0.05, here 0.1)); choose one with --baseline PATH"
     with raises_line(BadInput, both):
         grouped(tmp_path, allow=("optim.lr",))
     [group], _ = grouped(tmp_path, second, allow=("optim.lr",))

@@ -136,7 +136,7 @@ def test_a_run_that_has_not_recorded_yet_is_read(tmp_path):
     assert run.last_step == 0 and run.evals["step"].size == 0
     folder = write_run(tmp_path / "ended", seed=1)
     (folder / "metrics.jsonl").unlink()
-    with raises_line(Damaged, "metrics.jsonl: missing, though the run is recorded as done"):
+    with raises_line(Damaged, "metrics.jsonl: missing, although the run is recorded as done"):
         load_runs([folder])
 
 

@@ -222,6 +222,6 @@ def test_nothing_is_written_behind_a_link(place, tmp_path):
     (tmp_path / "theirs").mkdir()
     (tmp_path / place).parent.mkdir(exist_ok=True)
     (tmp_path / place).symlink_to(tmp_path / "theirs")
-    with raises_line(BadInput, f"{place}: a link, through which nothing is written"):
+    with raises_line(BadInput, f"{place}: is a link, and mprun writes nothing through links"):
         write_summaries(comparison(group(steps=400)), tmp_path)
     assert not any((tmp_path / "theirs").iterdir()) and (tmp_path / place).is_symlink()

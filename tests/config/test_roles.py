@@ -125,7 +125,7 @@ def test_a_component_below_a_class_without_slots_is_refused():
     class Open(ModelConfig):
         pass
 
-    with pytest.raises(TypeError, match=r"open: a base class of Below is not"):
+    with pytest.raises(TypeError, match=r"open: all base classes of Below must be"):
 
         @network("open", task="classification")
         class Below(Open):

@@ -64,7 +64,10 @@ def loose_in_val(root):
 
 # What is done to train and val, which have an image each of the classes a and b; what is said.
 DAMAGE = [
-    (lambda root: image(root, "train/x.jpg"), "/train/x.jpg: an image beside the class folders"),
+    (
+        lambda root: image(root, "train/x.jpg"),
+        "/train/x.jpg: an image outside of the class folders",
+    ),
     (lambda root: write(root / "val/c/x.txt", b"?"), "/val/c: an empty class folder"),
     (lambda root: write(root / "train/c/x.txt", b"?"), "/train/c: an empty class folder"),
     (lambda root: shutil.rmtree(root / "val/b"), "/train/b: a class that is not in {root}/val"),
@@ -76,7 +79,7 @@ DAMAGE = [
         lambda root: shutil.rmtree(root / "val"),
         ": has train/ but no held-out split; looked for val/, valid/, validation/, test/",
     ),
-    (lambda root: shutil.rmtree(root / "train"), "/train: no such folder, but val/ is beside it"),
+    (lambda root: shutil.rmtree(root / "train"), "/train: no such folder, but val/ exists"),
     (lambda root: write(root / "val/a/1.jpg", b""), "/val/a/1.jpg: an empty file (0 bytes)"),
     *(
         (
@@ -180,7 +183,9 @@ def test_imagenet_needs_a_thousand_classes(tmp_path):
     extract = "torchvision.datasets.ImageNet(root, split) extracts the archives into them"
     wrong_root(extract, tmp_path, make=find_imagenet)
     split_folders(tmp_path, {"n00000001": 1, "n00000002": 1})
-    refused(f"{tmp_path}/train: 2 classes, ImageNet has 1000", tmp_path, make=find_imagenet)
+    refused(
+        f"{tmp_path}/train: 2 classes, must be 1000 as in ImageNet", tmp_path, make=find_imagenet
+    )
     split_folders(tmp_path, {f"n{number:08}": 1 for number in range(1000)})
     found = find(tmp_path, make=find_imagenet)
     assert found.train.labels.tolist() == found.held_out.labels.tolist() == list(range(1000))

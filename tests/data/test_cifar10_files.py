@@ -101,11 +101,11 @@ def test_a_pickle_of_another_md5_runs_nothing(tmp_path, monkeypatch):
     [
         (
             lambda root: write(root / "train/cat/0003.jpg", encoded(1, size=(32, 31))),
-            "{root}/train/cat/0003.jpg: 32 x 31 pixels, CIFAR-10 has 32 x 32",
+            "{root}/train/cat/0003.jpg: 32 x 31 pixels, must be 32 x 32 as in CIFAR-10",
         ),
         (
             lambda root: [write(root / name / "x/1.jpg", LAST) for name in ("train", "test")],
-            "{root}: 11 classes, CIFAR-10 has 10",
+            "{root}: 11 classes, must be 10 as in CIFAR-10",
         ),
         (
             lambda root: (root / "test").rename(root / "testing"),

@@ -52,11 +52,11 @@ def test_only_the_splits_asked_for_are_needed(tmp_path):
     [
         (
             ["wiki.train.tokens", "ptb.valid.txt"],
-            "wiki.train.tokens and ptb.valid.txt are named as parts of different texts",
+            "wiki.train.tokens and ptb.valid.txt have names of parts of different texts",
         ),
         (
             ["wiki.train.tokens", "wiki.train.raw", "valid.txt"],
-            "several files of the train split, leave one: wiki.train.raw, wiki.train.tokens",
+            "several files of the train split; keep only one: wiki.train.raw, wiki.train.tokens",
         ),
     ],
 )

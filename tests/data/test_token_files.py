@@ -130,7 +130,7 @@ def test_a_token_beyond_the_vocabulary_is_named_where_it_is_read(folder):
     [
         (
             lambda root: write(root / "train.bin", TRAIN, (20240520, 1, 104)),
-            "103 tokens, its header (version 1) says 104",
+            "103 tokens, but its header (version 1) says 104",
         ),
         (
             lambda root: write(root / "train.bin", TRAIN, (20240520, 2, 103)),
@@ -219,7 +219,9 @@ def test_what_four_bytes_alone_can_hold(wide):
             source(wide, dtype="int32", rotate=False).train_batch(index)
     write(wide / "val.bin", HELD_OUT)
     write(wide / "train.bin", TRAIN, (20240801, 7, 103), "<u4")
-    with raises_line(DamagedData, "val.bin: its tokens have another width than train.bin's"):
+    with raises_line(
+        DamagedData, "val.bin: its tokens must have the same width as those of train.bin"
+    ):
         source(wide)
 
 

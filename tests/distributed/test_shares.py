@@ -51,7 +51,7 @@ def test_every_held_out_batch_is_evaluated_once(world, batches):
 
 
 def test_ranks_that_do_not_divide():
-    with pytest.raises(ValueError, match="3 ranks do not divide 4 micro-batches"):
+    with pytest.raises(ValueError, match="3 ranks cannot divide 4 micro-batches"):
         ranks_of(3)[0].micro_batches(4)
 
 

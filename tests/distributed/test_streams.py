@@ -40,8 +40,8 @@ def test_a_stream_that_divides_itself_is_refused(tmp_path):
     ended = mprun(*STREAM, *words)
     assert ended.returncode == 2
     assert ended.stderr.endswith(
-        "mprun: rank 1: other data than on rank 0: each rank must be given all of them, and a "
-        "stream must not divide itself (mprun --help data.factory)\n"
+        "mprun: rank 1: the data differ from those of rank 0: each rank must be given all of "
+        "them, and a stream must not divide itself (mprun --help data.factory)\n"
     )
     assert not (tmp_path / "x").exists()
 
@@ -59,7 +59,7 @@ def test_ranks_whose_linear_layers_multiply_otherwise_are_refused(tmp_path):
     ended = mprun(*words)
     assert ended.returncode == 2
     assert ended.stderr.endswith(
-        "mprun: rank 1: precision=mxfp8: linear layers multiply codes, by the GPU here, on rank 0 "
-        "decoded numbers, in FP32 (on a CPU); all ranks need GPUs that do the same\n"
+        "mprun: rank 1: precision=mxfp8: linear layers multiply codes, by the GPU here, but "
+        "decoded numbers, in FP32 (on a CPU) on rank 0; all ranks need the same kind of GPU\n"
     )
     assert not (tmp_path / "x").exists()

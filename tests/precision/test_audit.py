@@ -86,7 +86,9 @@ def test_a_recurrent_layer_that_is_emulated_whole_counts_once_each_way():
 def test_another_dtype_inside_of_the_model_is_refused(mode, inside):
     model = nn.Sequential(nn.Linear(4, 4), Half(inside))
     name = {F16: "fp16", BF16: "bf16"}[inside]
-    with raises_line(Contradiction, f"precision={mode}: ", f" computes in {name}, must be in "):
+    with raises_line(
+        Contradiction, f"precision={mode}: ", f" computes in {name}, must compute in "
+    ):
         stepped(model, mode, torch.randn(2, 4))
 
 

@@ -163,10 +163,10 @@ def test_a_state_that_does_not_fit_is_refused():
     own, _ = a_run()
     saved = own.state_dict()
     kept = saved.pop("delayed")
-    with pytest.raises(ValueError, match="no history of scales"):
+    with pytest.raises(ValueError, match="must have a history of scales"):
         own.load_state_dict(saved)
     for change in {"layers": ["0", "1"]}, {"history": kept["history"][:5]}:
-        with pytest.raises(ValueError, match="of other layers, or of another length"):
+        with pytest.raises(ValueError, match="must have the same layers and length"):
             own.load_state_dict(saved | {"delayed": kept | change})
 
 

@@ -166,7 +166,7 @@ def test_bad_arguments_are_refused_by_name_with_what_is_allowed(kind, name):
 @pytest.mark.parametrize(("given", "named"), [((2.0**8,), {}), ((), {"init_scale": 2.0**8})])
 def test_the_numbers_of_a_rule_are_refused_where_the_rule_is_wanted(kind, given, named):
     rule = kind.__name__.replace("LossScale", "Rule")
-    with pytest.raises(TypeError, match=f"^rule: must be a {rule}, which takes these numbers$"):
+    with pytest.raises(TypeError, match=f"^rule: must be a {rule}$"):
         kind(*given, **named)
 
 

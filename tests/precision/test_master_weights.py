@@ -142,9 +142,9 @@ def test_a_state_that_does_not_fit_is_refused_by_what_it_is_of(mode):
     source = made()
     one_step(source, torch.randn(4, 6))
     saved = source.state_dict()
-    with pytest.raises(ValueError, match="another optimizer"):
+    with pytest.raises(ValueError, match="the same optimizer"):
         made("adam").load_state_dict(saved)
     with pytest.raises(ValueError, match="saved as torch.float"):
         made(mode=OTHER[mode]).load_state_dict(saved)
-    with pytest.raises(ValueError, match="another model"):
+    with pytest.raises(ValueError, match="the same model"):
         mixed(nn.Linear(6, 3), mode, scale=StaticLossScale(8.0)).load_state_dict(saved)

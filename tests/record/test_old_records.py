@@ -90,7 +90,9 @@ def test_a_run_with_an_older_form_of_checkpoint_is_refused_in_one_line(old, caps
     record = unsealed(old)
     if words[0] == "explain":  # which has nothing to say of one that did not fail
         write_json(old / "run.json", record | {"status": "diverged", "cause": "a loss"})
-    line = refused(capsys, *(word.format(old) for word in words), says="another form of checkpoint")
+    line = refused(
+        capsys, *(word.format(old) for word in words), says="another format of checkpoint"
+    )
     assert f"written by {written_by(record)}: go on with that version, or begin a new run" in line
     assert (old / "checkpoints").is_dir() and record_of(old)["attempts"] == 1
 
@@ -194,7 +196,7 @@ def test_a_checkpoint_of_another_version_is_not_called_damaged(other, capsys):
 def test_a_record_of_a_later_form_names_its_version(old, capsys):
     record = unsealed(old) | {"mprun": "9.1.0", "record_form": FORM + 1}
     write_json(old / "run.json", record)
-    says = f"; mprun {__version__} knows up to {FORM}: use that version"
+    says = f"; mprun {__version__} reads formats up to {FORM}: use that version"
     for verb in ("show", "compare"):
         capsys.readouterr()
         code, err = main([verb, str(old)]), capsys.readouterr().err

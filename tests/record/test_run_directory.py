@@ -196,6 +196,6 @@ def test_a_run_is_not_put_behind_a_link_below_the_output_folder(tmp_path, monkey
     Path("theirs").mkdir()
     Path("outputs").mkdir()
     Path("outputs/lstm_lm-synthetic_tokens").symlink_to(tmp_path / "theirs")
-    says = "outputs/lstm_lm-synthetic_tokens: a link, through which nothing is written"
+    says = "outputs/lstm_lm-synthetic_tokens: is a link, and mprun writes nothing through links"
     refused(capsys, *TINY_LM, "train.steps=1", says=says)
     assert not any(Path("theirs").iterdir())

@@ -155,7 +155,7 @@ def test_compare_reads_what_the_run_wrote(own, baseline, name, capsys):
 
 def test_a_file_that_the_run_did_not_write_is_none_of_its_record(own, capsys):
     shutil.copy(own / NUMERICS[0], own / "numerics" / "step-00000004.json")
-    says = "step-00000004.json: not a file of this run"
+    says = "step-00000004.json: must not exist, because the run"
     refused(capsys, f"resume={own}", "train.steps=8", says=says, code=DAMAGED)
     with pytest.raises(BrokenSeal, match=says):
         content_of(own, "numerics/step-00000004.json")
@@ -306,7 +306,7 @@ def test_a_finished_run_without_checkpoints_is_not_begun_again(tmp_path, capsys)
     folder = tmp_path / "run"
     assert main([*TINY_LM, "train.steps=2", f"output_dir='{folder}'"]) == DONE
     before = (folder / "metrics.jsonl").read_bytes()
-    refused(capsys, f"resume={folder}", "train.steps=3", says="without a checkpoint")
+    refused(capsys, f"resume={folder}", "train.steps=3", says="has no checkpoint")
     assert (folder / "metrics.jsonl").read_bytes() == before
 
 
@@ -319,7 +319,7 @@ def test_a_stranger_named_like_a_checkpoint_is_found_before_training(own, kind, 
     else:
         path.symlink_to("step-00000006")
     metrics = (own / "metrics.jsonl").read_bytes()
-    says = f"{path}: named like a checkpoint, but not a folder"
+    says = f"{path}: has the name of a checkpoint, but is no folder"
     refused(capsys, f"resume={own}", "train.steps=8", says=says, code=DAMAGED)
     assert (own / "metrics.jsonl").read_bytes() == metrics
 

@@ -496,7 +496,7 @@ def test_only_a_finished_run_may_be_behind_a_link(cell, tmp_path):
     cell.directory.parent.mkdir(parents=True)
     cell.directory.symlink_to(theirs)
     for look in (state_of, put_aside):
-        with pytest.raises(BadInput, match="a link, through which nothing is written"):
+        with pytest.raises(BadInput, match="is a link, and mprun writes nothing through links"):
             look(cell)
     assert not any(theirs.iterdir())
     put(cell, status="done")

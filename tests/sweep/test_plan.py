@@ -98,7 +98,7 @@ def test_long_names_are_cut_in_what_is_not_swept():
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["output_root=a,b"], "output_root: one value"),
+        (["output_root=a,b"], "output_root: must be one value"),
         (["resume=a", "seed=0,1"], "resume"),
         (["seed=0,1", "hydra/launcher=basic"], "must be one of joblib, submitit_local"),
         (["seed=0,1", "hydra/launcher=jobli"], "did you mean 'joblib'"),

@@ -242,8 +242,8 @@ def test_a_judged_metric_that_is_not_returned_ends_the_run_and_keeps_its_work(
 ):
     task = "model.task=f1_task:Forgetful"
     assert main([*RUN, task, F1]) == 2
-    line = "mprun: compare.metric=f1: the task's evaluate() returned loss, top1, top5; "
-    line += "the run can go on once it returns f1"
+    line = "mprun: compare.metric=f1: the task's evaluate() returned loss, top1, top5, "
+    line += "must return f1; fix it and resume the run"
     assert capsys.readouterr().err.splitlines()[-1] == line
     f1_task = sys.modules["f1_task"]
     monkeypatch.setattr(f1_task.Forgetful, "evaluate", f1_task.Silent.evaluate)
@@ -254,7 +254,7 @@ def test_a_judged_metric_that_is_not_returned_ends_the_run_and_keeps_its_work(
 def test_an_evaluation_that_returns_nothing_is_said_in_one_line(folder, capsys):
     assert main([*RUN, "model.task=f1_task:Mute", F1]) == 2
     said = capsys.readouterr().err.splitlines()[-1]
-    assert said.startswith("mprun: compare.metric=f1: the task's evaluate() returned nothing; ")
+    assert said.startswith("mprun: compare.metric=f1: the task's evaluate() returned nothing, ")
 
 
 def test_a_metric_that_is_nan_is_told_from_the_loss(folder, capsys):
@@ -327,7 +327,7 @@ def test_an_older_record_with_an_unknown_name_is_asked_about(tmp_path, capsys):
     runs_of(tmp_path, "f1", 0.212, 0.148, more={"compare.margin": 0.01})
     assert main(["compare", str(tmp_path), "--no-report"]) == 2
     error = capsys.readouterr().err
-    assert error.startswith("mprun: compare.metric=f1: is more of it better, or less? The runs do")
+    assert error.startswith("mprun: compare.metric=f1: the runs record no direction")
     told = ["compare", str(tmp_path), "--no-report", "--check", "--margin", "0.01"]
     said = "compare.metric=F1: not in the runs' evaluations; did you mean 'f1'? It must be one of"
     for direction in ([], ["--higher-is-better"]):

@@ -160,7 +160,9 @@ class RunPart(RunCallback):
             found = found / trainer.accumulate_grad_batches
         if found is None:
             where = "training_step returned no loss" if self.loss is None else "not logged"
-            raise ValueError(f"loss={self.loss!r}: {where}; name what it logs as its loss")
+            raise ValueError(
+                f"loss={self.loss!r}: {where}; name the value that it logs as its loss"
+            )
         return found.detach() if isinstance(found, Tensor) else found
 
 

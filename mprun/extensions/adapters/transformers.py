@@ -67,8 +67,8 @@ class PrecisionPart(_Base):
         for name in _REFUSED:
             if getattr(self.args, name, None):
                 raise ValueError(
-                    f"{type(self.args).__name__}({name}=True): must be unset ({name}=False) beside "
-                    "precision=, which says what runs in which dtype"
+                    f"{type(self.args).__name__}({name}=True): must be unset ({name}=False), "
+                    f"because precision= sets the dtypes"
                 )
         super().create_accelerator_and_postprocess()
         kind, mixed = self.accelerator.distributed_type, self.accelerator.mixed_precision
@@ -79,7 +79,10 @@ class PrecisionPart(_Base):
                 "(one process for each device, by torchrun)"
             )
         if mixed != "no":
-            raise ValueError(f"ACCELERATE_MIXED_PRECISION={mixed}: must be no beside precision=")
+            raise ValueError(
+                f"ACCELERATE_MIXED_PRECISION={mixed}: must be no, because precision= "
+                f"sets the dtypes"
+            )
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         """Create the optimizer like the Trainer, on a prepared model.

@@ -77,7 +77,7 @@ def bench_parser(what: str = _WHAT) -> Arguments:
     add("--windows", type=number("--windows", 1, 1000, whole=True), default=5, metavar="N",
         help="windows of each contender (5)")  # fmt: skip
     add("--steps-per-window", type=number("--steps-per-window", 1, 10_000, whole=True),
-        metavar="K", help="steps of a window (as many as last 0.3 s)")  # fmt: skip
+        metavar="K", help="steps of a window (enough for 0.3 s)")  # fmt: skip
     add("--end-to-end", action="store_true",
         help="also with the data source of the configuration, including loading")  # fmt: skip
     add("--plain", action="store_true",

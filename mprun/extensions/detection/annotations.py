@@ -34,7 +34,9 @@ _NAME = re.compile(r"[0-9A-Za-z_]{1,64}")
 
 class _NoDoctype(ElementTree.TreeBuilder):
     def doctype(self, name: str, pubid: str | None, system: str | None) -> None:
-        raise ValueError("declares a document type, which may hold entities that expand")
+        raise ValueError(
+            "declares a document type, which is not allowed because its entities may expand"
+        )
 
 
 def read_annotation(path: str) -> Objects:
@@ -68,7 +70,7 @@ def _objects(root: ElementTree.Element) -> Objects:
         if (box < -1).any() or (box > most + 1).any() or (box[:2] >= box[2:]).any():
             said = " ".join(f"{side:g}" for side in sides)
             raise ValueError(
-                f"object {count}, a {name}, has the box {said}, which is none inside of "
+                f"object {count}, a {name}, has the box {said}, which must lie inside of "
                 f"{width} x {height} pixels"
             )
         difficult = found.findtext("difficult", "0").strip() == "1"
@@ -117,7 +119,7 @@ def _listed(path: str) -> list[str]:
     for name in names:
         if not _NAME.fullmatch(name):
             named = shortened(printable(name), 70)
-            raise DamagedData(f"{printable(path)}: {named!r} is no name of an image")
+            raise DamagedData(f"{printable(path)}: {named!r} is not the name of an image")
     if not names:
         raise DamagedData(f"{printable(path)}: lists no image")
     if twice := first_repeated(names):
@@ -195,10 +197,12 @@ def read_instances(path: str) -> Instances:
     for image in found.images:
         if not (0 < image.width <= MAX_SIDE and 0 < image.height <= MAX_SIDE):
             size = f"{image.width} x {image.height}"
-            raise DamagedData(f"{shown}: image {image.id} is said to have {size} pixels")
+            raise DamagedData(
+                f"{shown}: image {image.id} has {size} pixels by this file; both must be above 0"
+            )
         name = image.file_name
         if os.path.isabs(name) or ".." in name.split("/") or "\0" in name:
-            raise DamagedData(f"{shown}: {printable(name)!r} is no name below its folder")
+            raise DamagedData(f"{shown}: {printable(name)!r} must be a name below its folder")
     found.categories.sort(key=lambda own: own.id)
     return found
 
@@ -216,7 +220,9 @@ def objects_of(found: Instances, shown: str) -> list[Objects]:
         where = f"{shown}: annotation {number}"
         if own.image_id not in rows or own.category_id not in classes:
             key = "image_id" if own.image_id not in rows else "category_id"
-            raise DamagedData(f"{where}: has {key} {getattr(own, key)}, which the file does not")
+            raise DamagedData(
+                f"{where}: has {key} {getattr(own, key)}, but the file has no such entry"
+            )
         x, y, width, height = own.bbox
         if width <= 0 or height <= 0:  # COCO has some
             continue
@@ -224,7 +230,9 @@ def objects_of(found: Instances, shown: str) -> list[Objects]:
         box, most = (x, y, x + width, y + height), sizes[own.image_id] * 2
         if min(box) < -1 or box[2] > most[2] + 1 or box[3] > most[3] + 1:
             size = " x ".join(map(str, sizes[own.image_id]))
-            raise DamagedData(f"{where}: has the box {own.bbox}, which leaves its {size} pixels")
+            raise DamagedData(
+                f"{where}: has the box {own.bbox}, which must lie inside its {size} pixels"
+            )
         sides = [min(max(side, 0), end) / end for side, end in zip(box, most, strict=True)]
         rows[own.image_id].append([*sides, classes[own.category_id], own.iscrowd == 1])
     made = [np.array(own, np.float32).reshape(-1, FIELDS) for own in rows.values()]
@@ -259,7 +267,7 @@ def coco(
         splits.append(BoxSplit(root, below, objects, split == eval_folder))
         named.append([own.name for own in found.categories])
     if named[0] != named[1]:
-        raise DamagedData(f"{shown}: its categories are not those of {train_folder}")
+        raise DamagedData(f"{shown}: its categories must be those of {train_folder}")
     about = {"name": "coco", "splits": f"{train_folder}, {eval_folder}", "left_out": left_out}
     train, held_out = splits
     return BoxedImages(train, held_out, len(named[0]), about, augmentation, form, serving)

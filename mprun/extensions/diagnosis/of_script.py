@@ -67,8 +67,8 @@ def _restored(verb: str, optimizer: Optimizers) -> Iterator[ScriptTask]:
     """Put everything back after the steps in the block."""
     if are_several():
         raise ValueError(
-            f"mprun.{verb}: stops within a step, where other processes would wait; "
-            "run the script in one process"
+            f"mprun.{verb}: stops within a step, so other processes would wait forever; run the "
+            f"script in one process"
         )
     task = ScriptTask(optimizer)
     before = Snapshot(task, task.device)

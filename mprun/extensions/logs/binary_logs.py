@@ -22,7 +22,9 @@ def events(wanted: Wanted) -> list[Log] | None:
     if not (path.is_dir() or is_events(path)):
         return None
     if wanted.step is not None:
-        raise BadInput(f"{path}: --step {wanted.step}: event files have steps of their own")
+        raise BadInput(
+            f"{path}: --step {wanted.step}: event files already have steps; leave it out"
+        )
     # Imported here, so that only this function pays for it.
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.util.tensor_util import make_ndarray
@@ -65,7 +67,7 @@ def _records(path: Path, notes: list[str]) -> Iterator[bytes]:
                 return
             if not whole or not right(content := file.read(length + 4)):
                 raise Damaged(
-                    f"{path}: byte {place}: a record's checksum is another; to keep what is before "
+                    f"{path}: byte {place}: a record has a wrong checksum; to keep the part before "
                     f"it: truncate -s {place} FILE"
                 )
             yield content[:-4]
@@ -138,7 +140,7 @@ def _framed(wanted: Wanted) -> Iterator[bytes]:
             wanted.notes.append("it ends within a record: read up to there")
             return
         if zlib.crc32(data[at + 6 : stop]) != int.from_bytes(data[at : at + 4], "little"):
-            raise Damaged(f"{wanted.path}: byte {at}: a record's checksum is another; {_EXPORT}")
+            raise Damaged(f"{wanted.path}: byte {at}: a record has a wrong checksum; {_EXPORT}")
         content += data[start:stop]
         if data[at + 6] in (1, 4):
             yield content

@@ -58,8 +58,8 @@ def load_foreign(
     """
     if not directed and told_by_name(scalar) is not False:
         raise BadInput(
-            f"--scalar {scalar}: is more of it better, or less? Give --higher-is-better (with "
-            "--margin X in its unit) or --lower-is-better"
+            f"--scalar {scalar}: its direction is unknown; give --higher-is-better (with --margin "
+            f"X in its unit) or --lower-is-better"
         )
     taken = _taken(specs, scalar, step)
     by_seed = _name_seeds(taken, paired)
@@ -117,7 +117,9 @@ def _taken(specs: Sequence[str], scalar: str, step: str | None) -> dict[str, lis
             named = re.fullmatch(r"seed(\d+):(.+)", part)
             logs = _logs_at(named[2] if named else part, scalar, step, below)
             if named and len(logs) > 1:
-                raise BadInput(f"{part}: holds {len(logs)} runs ({_names(logs)}); one has a seed")
+                raise BadInput(
+                    f"{part}: holds {len(logs)} runs ({_names(logs)}); give a seed for each"
+                )
             if named:
                 logs[0].seed = int(named[1])
             taken[label] += logs
@@ -133,7 +135,9 @@ def _taken(specs: Sequence[str], scalar: str, step: str | None) -> dict[str, lis
             f"{log.name} counts {log.steps or 'places in a list'}"
             for log in sorted(by_kind.values(), key=lambda log: log.steps)[:2]
         )
-        raise BadInput(f"{one}, {other}: must be the same; say with --step COLUMN what counts them")
+        raise BadInput(
+            f"{one}, {other}: must be the same; name the column of steps with --step COLUMN"
+        )
     return taken
 
 
@@ -162,7 +166,7 @@ def _logs_at(given: str, scalar: str, step: str | None, below: dict[Path, list[P
     logs = [log for one in found for log in read_logs(one, scalar, step)]
     chosen = [log for log in logs if not run or log.run == run or fnmatchcase(log.run, run)]
     if not chosen:
-        raise BadInput(f"{given}: no run of that name; has {_names(logs)}")
+        raise BadInput(f"{given}: no run of that name; there are {_names(logs)}")
     return chosen
 
 
@@ -181,8 +185,8 @@ def _refuse_parts(label: str, below: dict[Path, list[Path]]) -> None:
         if again != folder or folder.name.lower() in _PARTS:
             others = shortened(", ".join(str(one) for one in every if one != folder), 120)
             raise BadInput(
-                f"{label}: {folder} beside {others}: runs, or parts of one? Name every run, "
-                f"e.g. {label}={folder},{folder.parent.parent / 'other' / folder.name}"
+                f"{label}: {folder} and {others}: these may be runs, or parts of one run; name "
+                f"every run, e.g. {label}={folder},{folder.parent.parent / 'other' / folder.name}"
             )
 
 
@@ -193,7 +197,9 @@ def _refuse_part_files(logs: list[Path]) -> None:
         parts = _PARTS & {*re.split(r"[^a-z]+", log.name.lower())}
         other, its_parts = first.setdefault(log.parent, (log, parts))
         if log.is_file() and parts != its_parts:
-            raise BadInput(f"{log} beside {other.name}: runs, or parts of one? Name every run")
+            raise BadInput(
+                f"{log} and {other.name}: these may be runs, or parts of one run; name every run"
+            )
 
 
 def _refuse_same(logs: Iterable[Log]) -> None:
@@ -317,8 +323,8 @@ def _align(arms: list[Arm], scalar: str) -> list[str]:
     if not equal and len(common) < _FEWEST_STEPS:
         raise BadInput(
             f"{shortest.path}: has {len(common)} steps in common with {longest.path} and the other "
-            "logs: must be 3 or more. Log at equal steps, or say with --step COLUMN what counts "
-            "them"
+            "logs: must be 3 or more. Log at equal steps, or name the column of steps with --step "
+            "COLUMN"
         )
     judged = common[-foreign_width(len(common)) :]
     for run in runs:

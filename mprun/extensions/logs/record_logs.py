@@ -62,7 +62,7 @@ def _literal(text: str, where: str) -> Any:
         told = ast.parse(_PRINTED.sub(r"'\1\2'", text), mode="eval").body
         record = ast.literal_eval(told)
     if isinstance(told, ast.Dict) and len(record) < len(told.keys):
-        raise BadInput(f"{where}: a name stands twice in it")
+        raise BadInput(f"{where}: contains a name twice")
     return record
 
 
@@ -121,7 +121,7 @@ def _loaded(text: str, where: str) -> Any:
         if len(record) < len(pairs):
             names = [name for name, _ in pairs]
             twice = next(name for name in names if names.count(name) > 1)
-            raise BadInput(f"{where}: {twice!r} stands twice in it")
+            raise BadInput(f"{where}: contains {twice!r} twice")
         return record
 
     return json.loads(text, object_pairs_hook=once)
@@ -145,11 +145,11 @@ def _records_of_columns(wanted: Wanted, content: dict[str, Any]) -> list[dict]:
             raise BadInput(f"{path}: {scalar!r} is a mapping; save the log as CSV or JSON lines")
         if unknown := [name for name in column if name not in _BESIDE]:
             raise BadInput(
-                f"{path}: {scalar!r} has {listed(unknown)} beside its values, which may change "
-                f"what they mean; known are {listed(_BESIDE[1:])}"
+                f"{path}: {scalar!r} also has {listed(unknown)}, which may change the meaning of "
+                f"its values; known names are {listed(_BESIDE[1:])}"
             )
         if step not in (None, "step", "steps"):
-            raise BadInput(f"{path}: --step {step}: not there; has {listed([*column])}")
+            raise BadInput(f"{path}: --step {step}: no such column; there are {listed([*column])}")
         steps, values = column.get("steps"), column["values"]
         if isinstance(values, dict):
             steps, values = [*values], [*values.values()]
@@ -159,7 +159,9 @@ def _records_of_columns(wanted: Wanted, content: dict[str, Any]) -> list[dict]:
         steps, counted = [*range(1, len(values) + 1)], ""
     for name, one in ((scalar, values), (counted, steps)):
         if not isinstance(one, list):
-            raise Damaged(f"{path}: {name!r} is no list of values; save it as CSV or JSON lines")
+            raise Damaged(
+                f"{path}: {name!r} must be a list of values; save it as CSV or JSON lines"
+            )
     if len(steps) != len(values):
         raise BadInput(
             f"{path}: {counted!r} and {scalar!r} must have equally many values, got {len(steps)} "
@@ -185,8 +187,8 @@ def _counting(wanted: Wanted, content: dict[str, Any]) -> str | None:
                 rising.append(name)
     if rising and wanted.scalar not in rising:
         raise BadInput(
-            f"{wanted.path}: --scalar {wanted.scalar}: does {' or '.join(map(repr, rising))} "
-            f"beside it count its steps? Say so with --step {rising[0]}"
+            f"{wanted.path}: --scalar {wanted.scalar}: {' or '.join(map(repr, rising))} may count "
+            f"its steps; if so, add --step {rising[0]}"
         )
     return None
 

@@ -111,8 +111,8 @@ def plain_numbers(wanted: Wanted) -> list[Log] | None:
     datasets = sorted({row.get("dataset", "") for _, row in rows})
     if len(datasets) > 1:
         raise BadInput(
-            f"{wanted.path}: has values on several datasets ({listed(datasets)}); give each a "
-            "metric or a file of its own"
+            f"{wanted.path}: has values on several datasets ({listed(datasets)}); give each its "
+            f"own metric or file"
         )
     named = str(wanted.path).endswith(f"/{scalar}")
     return wanted.of_columns(rows, "step", {scalar: ("", named)})

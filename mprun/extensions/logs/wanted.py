@@ -153,7 +153,7 @@ class Wanted:
                 if end - counted[-1] > np.diff(counted, prepend=counted[0]).max():
                     raise BadInput(
                         f"{self.path}: {after[0][0]}: from here to step {end:g} {name!r} has no "
-                        "value; cut these rows off, or write nan where it was not finite"
+                        "value; remove these rows, or write nan where it was not finite"
                     )
             logs.append(Log(self.path, run, points, steps, named, places))
         return logs
@@ -163,9 +163,10 @@ class Wanted:
             found = sorted({str(row.get(key, "")) or "none" for row in rows})
             if key not in (steps, name) and len(found) > 1:
                 raise BadInput(
-                    f"{self.path}: --scalar {self.scalar}: is of several values of {key!r} "
-                    f"({listed(found)}); must be of one, e.g. --scalar {found[-1]}/{self.scalar}. "
-                    "If they are one curve, leave out this field"
+                    f"{self.path}: --scalar {self.scalar}: has rows with several values of "
+                    f"{key!r} ({listed(found)}); choose one, e.g. --scalar "
+                    f"{found[-1]}/{self.scalar}. "
+                    "If they are one curve, remove this field"
                 )
 
     def _numbers(self, cells: Sequence[tuple[str, Any]]) -> list[float]:
@@ -189,7 +190,7 @@ class Wanted:
             where, cell = commas[0]
             raise BadInput(
                 f"{self.path}: {where}: {cell!r} is {cell.replace(',', '')} or "
-                f"{cell.replace(',', '.')}, and no other number tells which; write it with a point"
+                f"{cell.replace(',', '.')}, and no other number decides this; write it with a point"
             )
         self.notes.append("numbers are read as written like 0,5")
         return numbers
@@ -207,7 +208,9 @@ class Wanted:
     def no_steps(self, names: Sequence[str]) -> BadInput:
         """Return the error for a log with the scalar that counts its steps under a strange name."""
         if self.step is not None:
-            return BadInput(f"{self.path}: --step {self.step}: not there; has {listed(names)}")
+            return BadInput(
+                f"{self.path}: --step {self.step}: no such column; there are {listed(names)}"
+            )
         return BadInput(
             f"{self.path}: no column 'step' or 'epoch'; has {listed(names)}; say with "
             "--step COLUMN which one counts the steps"
@@ -219,7 +222,7 @@ class Wanted:
         ends = [name for name in names if re.split("[./]", name)[-1] == self.scalar][:3]
         hint = f"; {did_you_mean(ends)}" if ends else nearest(self.scalar, names)
         return BadInput(
-            f"{self.path}: --scalar {self.scalar}: not there; has {listed(names)}{hint}"
+            f"{self.path}: --scalar {self.scalar}: no such column; there are {listed(names)}{hint}"
         )
 
 
@@ -279,14 +282,14 @@ def in_order(log: Log) -> None:
         if step == last:
             raise BadInput(
                 f"{log.name}: step {step:g} has two values, {old:g} in {before} and {value:g} in "
-                f"{where}: two curves of one name? Give each a name or a log of its own, or say "
-                "with --step COLUMN what counts the steps"
+                f"{where}: there may be two curves of one name. Give each its own name or log, or "
+                f"name the column of steps with --step COLUMN"
             )
         if step < last:
             if step <= steps[0]:
                 raise BadInput(
-                    f"{log.name}: {where}: begins again, at step {step:g} after {last:g}: a second "
-                    "run or attempt? Give each a log of its own"
+                    f"{log.name}: {where}: begins again, at step {step:g} after {last:g}: there "
+                    f"may be a second run or attempt; give each its own log"
                 )
             lost = []
             while (end := next(reversed(kept))) >= step:
@@ -296,8 +299,8 @@ def in_order(log: Log) -> None:
         kept[step] = (value, where)
     if len(backwards) > len(kept) / 2:
         raise BadInput(
-            f"{log.name}: {len(backwards)} of {len(kept)} steps are written again, with another "
-            "value: several runs in one log? Give each a file or a folder of its own"
+            f"{log.name}: {len(backwards)} of {len(kept)} steps appear twice with different "
+            f"values, so the log may hold several runs; give each run its own file or folder"
         )
     if again:
         log.notes.append(f"{log.name}: {again} steps written twice, with the same value")
@@ -324,7 +327,8 @@ def _refuse_another_curve(log: Log, kept: Sequence[float], backwards: Sequence[_
         if max(gone, come) > 2 * min(gone, come) + 2:
             raise BadInput(
                 f"{log.name}: {where}: goes back to step {step:g} after {last:g}, with {come} "
-                f"values for {gone}: another curve of that name? Give each a log of its own"
+                f"values for {gone}. There may be another curve of that name; give each curve "
+                f"its own log"
             )
 
 

@@ -280,7 +280,9 @@ def seeds_of(text: str) -> tuple[int, ...]:
             raise BadInput(f"--seeds {text}: must be whole numbers and spans, such as 100-104,200")
         low, high = int(ends[0]), int(ends[-1])
         if not low <= high < low + _MOST:
-            raise BadInput(f"--seeds {text}: {part.strip()} must ascend, by less than {_MOST:,}")
+            raise BadInput(
+                f"--seeds {text}: {part.strip()} must ascend, and span fewer than {_MOST:,}"
+            )
         found |= {*range(low, high + 1)}
     return tuple(sorted(found))
 

@@ -69,7 +69,9 @@ def read_audio(path: str, sample_rate: int) -> np.ndarray:
     shown = printable(path)
     samples, rate = (_read_wav if path.lower().endswith(".wav") else _read_other)(path, shown)
     if rate != sample_rate:
-        raise DamagedData(f"{shown}: {rate} samples per second, data.sample_rate is {sample_rate}")
+        raise DamagedData(
+            f"{shown}: {rate} samples per second, must be data.sample_rate={sample_rate}"
+        )
     if not len(samples):
         raise DamagedData(f"{shown}: has no samples")
     return samples.mean(1, dtype=np.float64).astype(np.float32)
@@ -88,7 +90,7 @@ def _soundfile() -> Any:
         import soundfile  # imported here: files of WAV need none
     except (ImportError, OSError) as error:  # OSError: without libsndfile
         raise ValueError(
-            f"root: audio files other than WAV are read by soundfile (pip install soundfile): "
+            f"root: reading audio files other than WAV needs soundfile (pip install soundfile): "
             f"{error}"
         ) from error
     return soundfile
@@ -101,11 +103,11 @@ def _read_wav(path: str, shown: str) -> tuple[np.ndarray, int]:
             content = file.readframes(promised)
     except (wave.Error, EOFError, RuntimeError) as error:  # RuntimeError: a chunk beyond its file
         reason = str(error) or "it ends"
-        raise DamagedData(f"{shown}: is no WAV file of PCM samples: {reason}") from error
+        raise DamagedData(f"{shown}: must be a WAV file of PCM samples: {reason}") from error
     if width not in _FULL_SCALE:
         raise DamagedData(f"{shown}: {8 * width} bit samples, must be 8, 16, 24 or 32")
     if promised == 0 or len(content) < promised * width * channels:
-        raise DamagedData(f"{shown}: ends before its samples do, or has none")
+        raise DamagedData(f"{shown}: is cut short, or has no samples")
     return _pcm(content, width).reshape(-1, channels) / _FULL_SCALE[width], rate
 
 

@@ -56,7 +56,7 @@ def read_manifest(path: str) -> list[Utterance]:
         ):
             content = file.read()
     except UnicodeDecodeError as error:
-        raise DamagedData(f"{shown}: is no UTF-8 text (byte {error.start})") from error
+        raise DamagedData(f"{shown}: must be UTF-8 text (invalid at byte {error.start})") from error
     rows = _csv_rows if path.lower().endswith(".csv") else _json_rows
     folder = os.path.dirname(path)
     found = [_utterance(row, folder, where) for row, where in rows(content, shown)]
@@ -123,14 +123,14 @@ def _utterance(row: dict, folder: str, where: str) -> Utterance:
     try:
         os.fsencode(str(audio))
     except UnicodeEncodeError:  # JSON may hold half a character
-        raise DamagedData(f"{where}: audio_filepath={audio!r} is no name of a file") from None
+        raise DamagedData(f"{where}: audio_filepath={audio!r} must be the name of a file") from None
     try:
         seconds = None if duration is None else float(duration)
     except (TypeError, ValueError, OverflowError):
         seconds = math.nan
     if seconds is not None and not math.isfinite(seconds):
         shown = printable(repr(duration)[:40])
-        raise DamagedData(f"{where}: duration={shown} is no number of seconds")
+        raise DamagedData(f"{where}: duration={shown} must be a number of seconds")
     words = " ".join(str(text).split())
     return Utterance(os.path.join(folder, str(audio)), words, seconds, where)
 
@@ -236,7 +236,9 @@ class SpeechManifest(LoadedSource):
         if max_seconds is not None:
             train = [one for one in train if one.length <= max_seconds]
             if not train:
-                raise ValueError(f"max_seconds={max_seconds:g}: no utterance is as short")
+                raise ValueError(
+                    f"max_seconds={max_seconds:g}: leaves no utterance; all are longer"
+                )
         reader = partial(UtteranceReader, spectrogram, codes, root, serving.batch_size)
         super().__init__(reader(train, serving.seed), reader(held_out, None), serving)
         self.num_symbols = len(codes) + 1
@@ -260,12 +262,13 @@ def shapes(data: Any) -> tuple[tuple[int, ...], tuple[int, ...], dict[str, int]]
     """
     if data.max_seconds is None:
         raise BadInput(
-            f"data.max_seconds=null: data={data.name} has its lengths in files, which a count does "
-            "not read; give data.max_seconds=N"
+            f"data.max_seconds=null: data={data.name} has its lengths in files, and a roofline "
+            f"reads no files; give data.max_seconds=N"
         )
     if data.alphabet_file is not None:
         raise BadInput(
-            f"data.alphabet_file={data.alphabet_file}: a count reads no file; give data.alphabet"
+            f"data.alphabet_file={data.alphabet_file}: a roofline reads no files; give "
+            f"data.alphabet"
         )
     spectrogram = Spectrogram(data.sample_rate, data.window_ms, data.hop_ms)
     sizes = {"frequencies": spectrogram.frequencies, "num_symbols": len(data.alphabet) + 1}
@@ -289,7 +292,7 @@ def _manifests(root: str, split: str, given: str | None) -> list[str]:
         what = f"several manifests of the {split} split" if found else f"no {split} manifest"
         known = ", ".join(found or (*names, _FOLDERS[split]))
         raise DataError(
-            f"{printable(root)}: {what}, which is one of {known}; or give data.{split}_manifest"
+            f"{printable(root)}: {what}: must be one of {known}; or give data.{split}_manifest"
         )
     return [os.path.join(root, found[0])]
 

@@ -262,12 +262,12 @@ def find_pair_files(root: str | Path, split: str, languages: tuple[str, str]) ->
         return tuple(root / name for name in found[0])
     if found:
         listed = ", ".join(name for names in found for name in names)
-        raise DataError(f"{root}: several files of the {split} split, leave one: {listed}")
+        raise DataError(f"{root}: several files of the {split} split; keep only one: {listed}")
     wanted = " and ".join(f"{split}.{language}" for language in languages)
     alone = f" ({halves[0]} has no other side)" if halves else ""
     raise DataError(
         f"{root}: no {split} split{alone}: {wanted}, or {split}.tsv, each with .gz too; {split} "
-        f"may also be {', '.join(_NAMES[split][1:])}"
+        f"may also be named {', '.join(_NAMES[split][1:])}"
     )
 
 
@@ -295,7 +295,8 @@ def pairs_of(files: Sequence[TextFile]) -> Iterator[tuple[str, str]]:
         if source is None or target is None:
             short, long = (file.path for file in (files if source is None else files[::-1]))
             raise DamagedData(
-                f"{short}: ends after line {number}, {long.name} goes on: sides of different length"
+                f"{short}: ends after line {number}, but {long.name} goes on; both must have the "
+                f"same length"
             )
         yield source, target
 

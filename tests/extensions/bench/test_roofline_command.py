@@ -72,7 +72,7 @@ def test_modes_that_a_gpu_lacks_are_left_out_with_the_reason(capsys):
         (["--ranks", "0", "--link", "nvlink"], "--ranks 0: must be whole numbers from 1 to 65536"),
         (["--ranks", "8,", "--link", "nvlink"], "--ranks : must be"),
         (["--ranks", "8,x", "--link", "nvlink"], "--ranks x: must be"),
-        (["--ranks", "8,12", "--link", "nvlink"], "--ranks 12 --link nvlink: has nodes of 8 GPUs"),
+        (["--ranks", "8,12", "--link", "nvlink"], "--ranks 12 --link nvlink: its nodes have 8 GPUs"),
         (["--ranks", "8"], "--ranks 8: needs --link (allowed: nvlink, nvlink3, 100gbe, 25gbe, or"),
         (["--link", "nvlink"], "--link nvlink: goes with --ranks"),
         (["--ranks", "8", "--link", "wifi"], "--link wifi: unknown (allowed: nvlink, nvlink3"),
@@ -98,7 +98,7 @@ def test_bad_input_is_one_line(arguments, message):
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (["--roofline", "--gpu", "cpu"], "a roofline is that of a named GPU"),
+        (["--roofline", "--gpu", "cpu"], "a roofline needs the name of a GPU"),
         (["--ranks", "8"], "mprun: bench --ranks: goes with --roofline"),
         (["--ranks=8", "8"], "mprun: bench --ranks=8: goes with --roofline"),
         (["--link", "8"], "mprun: bench --link: goes with --roofline"),

@@ -235,7 +235,7 @@ def test_what_has_fp8_products():
 
 def test_measured_ceilings_without_fp8_are_no_error_of_the_program():
     known = {"bf16": 1e12, "fp32": 1e11}
-    with pytest.raises(BadInput, match="no ceiling of FP8 products"):
+    with pytest.raises(BadInput, match="the step has FP8 products"):
         limit(counted("fp8_tensorwise"), Ceilings("toy", "", known, 1e11, 0.0))
     more = Ceilings("toy", "", {**known, "fp8": 2e12}, 1e11, 1e9)
     assert limit(counted("fp8_tensorwise"), more)["eager"] > 0

@@ -81,21 +81,21 @@ def test_boxes_classes_and_crowds(tmp_path):
         ),
         (
             {"annotations": [DOG | {"image_id": 100, "bbox": [50, 0, 12, 3]}]},
-            "annotation 0: has the box (50.0, 0.0, 12.0, 3.0), which leaves its 60 x 40 pixels",
+            "annotation 0: has the box (50.0, 0.0, 12.0, 3.0), which must lie inside its 60 x 40",
         ),
         ({"annotations": [{"image_id": 100}]}, "no instances of COCO: "),
-        ({"categories": CATEGORIES[:2]}, "its categories are not those of train2017"),
+        ({"categories": CATEGORIES[:2]}, "its categories must be those of train2017"),
         (
             {"images": [{"id": 100, "file_name": "../a.jpg", "width": 60, "height": 40}]},
-            "is no name below its folder",
+            "must be a name below its folder",
         ),
         ({"images": []}, "has image_id 100"),
         ({"images": 2 * [IMAGE]}, "instances_val2017.json: two images have the id 100"),
         ({"images": [IMAGE, IMAGE | {"id": 5}]}, "two images have the file_name 000000000000.jpg"),
         ({"categories": [*CATEGORIES, CATEGORIES[0]]}, "two categories have the id 18"),
-        ({"images": [IMAGE | {"height": 0}]}, "image 100 is said to have 60 x 0 pixels"),
+        ({"images": [IMAGE | {"height": 0}]}, "image 100 has 60 x 0 pixels"),
         ({"images": [IMAGE | {"width": 10**30}]}, "instances_val2017.json: "),
-        ({"images": [IMAGE | {"file_name": "a\0.jpg"}]}, "is no name below its folder"),
+        ({"images": [IMAGE | {"file_name": "a\0.jpg"}]}, "must be a name below its folder"),
     ],
 )
 def test_damage_is_one_line(tmp_path, changed, says):

@@ -151,7 +151,10 @@ def test_half_of_the_images_are_mirrored_and_nothing_else(root):
         ),
         (annotation(("unicorn", 1, 1, 5, 5, 0)), "object 1 is a 'unicorn', which VOC does not"),
         (annotation(DOG, ("cat", 1, 1, 70, 40, 0)), "object 2, a cat, has the box 1 1 70 40"),
-        (annotation(("cat", 9, 9, 3, 20, 0)), "has the box 9 9 3 20, which is none inside of 60 x"),
+        (
+            annotation(("cat", 9, 9, 3, 20, 0)),
+            "has the box 9 9 3 20, which must lie inside of 60 x",
+        ),
         (annotation(("cat", "left", 9, 30, 20, 0)), "bndbox/xmin is 'left', must be a number"),
         (annotation(("cat", "nan", 9, 30, 20, 0)), "bndbox/xmin is 'nan', must be a number"),
         (annotation(size=(0, 40)), "an image of 0 x 40 pixels"),
@@ -179,11 +182,11 @@ def test_missing_and_wrong_files(root):
     with pytest.raises(DamagedData, match="000001.jpg: cannot be read: No such file"):
         voc(root)
     Image.new("RGB", (61, 40)).save(folder / "JPEGImages/000001.jpg")
-    with pytest.raises(DamagedData, match="61 x 40 pixels, its annotation has 60 x 40"):
+    with pytest.raises(DamagedData, match="61 x 40 pixels, but its annotation says 60 x 40"):
         for number in range(3):
             voc(root).train_batch(number)
     (folder / "ImageSets/Main/trainval.txt").write_text("../../secret\n")
-    with pytest.raises(DamagedData, match="'../../secret' is no name of an image"):
+    with pytest.raises(DamagedData, match="'../../secret' is not the name of an image"):
         voc(root)
     (folder / "ImageSets/Main/trainval.txt").write_text("000001\n000002\n000001\n")
     with pytest.raises(DamagedData, match="trainval.txt: lists 000001 twice"):

@@ -249,7 +249,7 @@ BAD = {
     "amp RUN RUN": "a second run directory, only one is allowed",
     "amp RUN/checkpoints": "no run.json there",
     "amp RUN optim.lr=1": "optim.lr=1: a run has its configuration",
-    "amp precision=amp": "precision=amp: a mode is a word alone",
+    "amp precision=amp": "precision=amp: a mode is one word",
     "amp resume=x": "resume=x: pass the run directory alone",
     "amp model=resnet50": "model=resnet50: needs a language model",
     "amp fp32 --batch 3,4,5": "--batch 3,4,5: 3 values (allowed: 1 or 2)",
@@ -288,4 +288,4 @@ def test_what_does_not_belong_together_is_refused(run, tmp_path, capsys):
     shutil.rmtree(other / "checkpoints")
     refused(capsys, *command("", ""), says="train it with train.checkpoint_every=N")
     (other / "checkpoints").symlink_to(run / "checkpoints")
-    refused(capsys, *command("", ""), says="a link, which may not lead out of a run", code=4)
+    refused(capsys, *command("", ""), says="is a link that leads out of the run", code=4)

@@ -71,7 +71,7 @@ def test_the_part_that_bf16_swamps_leaves_and_the_file_is_a_mode(tmp_path, capsy
     assert main(["--config-dir", str(mine), *again]) == 0
     assert f"--config-dir {mine}" in mixed["command"]
     # Nothing is overwritten, and that is said before anything is trained.
-    says = "bf16_master_mixed.yaml is there already, and stays"
+    says = "bf16_master_mixed.yaml exists already and is not overwritten"
     other = tmp_path / "other"
     refused(capsys, "advise", *line[:-6], f"output_dir='{other}'", *line[-6:], says=says)
     assert not other.exists()
@@ -82,7 +82,7 @@ def test_the_part_that_bf16_swamps_leaves_and_the_file_is_a_mode(tmp_path, capsy
     [
         (["--write", "x"], "--write x: only with --budget X"),
         (["--budget", "-1"], "--budget -1: must be a percentage from 0 to 1000"),
-        (["--budget", "1", "--write", "x", "--config-dir", "."], "must be the folder of"),
+        (["--budget", "1", "--write", "x", "--config-dir", "."], "must be the same folder as"),
     ],
 )
 def test_what_does_not_fit_together_is_refused(capsys, more, says):

@@ -129,11 +129,13 @@ def test_a_missing_scalar_lists_what_there_is(tmp_path):
     curves = {f"train/metric{i}": [(1, 0.5)] for i in range(12)}
     events = write_events(tmp_path / "e", curves)
     listed = ", ".join(f"train/metric{i}" for i in range(10))
-    told = f"{events}: --scalar train/metricc3: not there; has {listed} and 2 more; "
+    told = f"{events}: --scalar train/metricc3: no such column; there are {listed} and 2 more; "
     with raises_line(BadInput, told + "did you mean 'train/metric3'?"):
         load_foreign(specs(fp32=events, amp=events), "train/metricc3")
     log = write_csv(tmp_path / "a.csv", "step,loss,lr\n1,2,3\n")
-    with raises_line(BadInput, "--scalar losss: not there; has loss, lr; did you mean 'loss'"):
+    with raises_line(
+        BadInput, "--scalar losss: no such column; there are loss, lr; did you mean 'loss'"
+    ):
         load_foreign(specs(fp32=log, amp=log), "losss")
 
 
@@ -151,7 +153,7 @@ def test_what_is_no_log_is_bad_input(tmp_path):
         ([f"fp32={log}", f"amp={tmp_path / 'empty'}"], "holds no log"),
         ([f"fp32={write_csv(tmp_path / 'b.csv', 'loss,lr')}", f"amp={log}"], "no column 'step'"),
         ([f"fp32={write_csv(tmp_path / 'c.csv', 'step,loss')}", f"amp={log}"], "'loss' is empty"),
-        ([f"fp32={write_csv(tmp_path / 'd.csv', '')}", f"amp={log}"], "has none"),
+        ([f"fp32={write_csv(tmp_path / 'd.csv', '')}", f"amp={log}"], "there are none"),
         ([f"fp32={log}", f"amp={log}"], "a.csv: listed twice"),
         ([f"fp32={log}", f"baseline={other}"], "two labels name a baseline"),
     ):
@@ -252,11 +254,23 @@ def test_seeds_pair_logs_where_every_run_names_its_own(tmp_path):
             (0.10, 0.101, 0.099),
             ["--margin 1: is absolute, and the mean accuracy of FP32 is 0.76: must be below half"],
         ),
-        ("top1", ["--margin", "0.4"], (76, 76.1, 75.9), (70.8, 70.9, 70.7), ["more of it better"]),
+        (
+            "top1",
+            ["--margin", "0.4"],
+            (76, 76.1, 75.9),
+            (70.8, 70.9, 70.7),
+            ["its direction is unknown"],
+        ),
         ("val/score", [], SIX, SIX, ["--lower-is-better"]),
         ("kl", [], AROUND_0, AROUND_0, ["must not be 0: it is 0.0004, which 5 runs", "--absolute"]),
         ("loss", ["--margin", "2", "--absolute"], SIX, SIX, ["must be below h"]),
-        ("loss", ["--lower-is-better", "--higher-is-better"], SIX, SIX, ["give one of the two"]),
+        (
+            "loss",
+            ["--lower-is-better", "--higher-is-better"],
+            SIX,
+            SIX,
+            ["give only one of the two"],
+        ),
     ],
 )
 def test_units_and_directions_are_asked_for(tmp_path, capsys, scalar, words, base, own, reason):
@@ -334,7 +348,9 @@ def test_several_runs_in_one_log_are_refused(tmp_path):
         write_events(tmp_path / "a", {"loss": [(step, value + 1 / step) for step in (1, 2, 3)]})
         write_events(tmp_path / "b", {"loss": [(step, 2 + 1 / step) for step in (1, 2, 3)]})
     other = curve(tmp_path / "c.csv", 2.0)
-    with raises_line(BadInput, "a: value 4: begins again, at step 1 after 3: a second run or att"):
+    with raises_line(
+        BadInput, "a: value 4: begins again, at step 1 after 3: there may be a second run"
+    ):
         load_foreign(specs(fp32=other, amp=tmp_path / "a"), "loss")
     group, _ = arms(specs(fp32=other, amp=tmp_path / "b"), "loss")
     assert any("3 steps written twice" in note for note in group.notes)

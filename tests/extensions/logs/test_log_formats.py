@@ -150,9 +150,14 @@ FRAMES = ",frames,loss\n0,100,0.5\n1,200,0.25\n"
             "megatron.log",
             lines(MEGATRON),
             None,
-            ["--scalar loss: not there; has ", "lm loss, loss sc"],
+            ["--scalar loss: no such column; there are ", "lm loss, loss sc"],
         ),
-        ("a.jsonl", lines(BOTH), None, ["is of several values of 'split' (eval, train); must be"]),
+        (
+            "a.jsonl",
+            lines(BOTH),
+            None,
+            ["has rows with several values of 'split' (eval, train); choose"],
+        ),
         (
             "main.log",
             lines(LLMC.replace("trl", "loss")),
@@ -163,10 +168,10 @@ FRAMES = ",frames,loss\n0,100,0.5\n1,200,0.25\n"
             "main.log",
             lines(LLMC.replace("trl", "loss")),
             "t",
-            ["--step t: not there; has s, lr, n"],
+            ["--step t: no such column; there are s, lr, n"],
         ),
         ("a.csv", FRAMES, None, ["no column 'step' or 'epoch'; has frames, loss; say with"]),
-        ("a.csv", FRAMES, "frame", ["--step frame: not there; has frames, loss"]),
+        ("a.csv", FRAMES, "frame", ["--step frame: no such column; there are frames, loss"]),
     ],
 )
 def test_what_is_not_the_loss_or_no_step_is_asked_for(tmp_path, name, text, step, said):
@@ -191,7 +196,7 @@ def test_all_runs_of_an_export_stand_in_one_file(tmp_path):
     assert logs[1].name == f"{export}#amp-0"
     group = load_foreign([f"fp32={export}#amp-0", f"amp={export}#amp-[1-9]"], "loss", step="Step")
     assert [run.path for run in group.arms[0].runs] == [f"{export}#amp-1"]
-    with pytest.raises(BadInput, match="no run of that name; has fp32-0, amp-0, amp-1"):
+    with pytest.raises(BadInput, match="no run of that name; there are fp32-0, amp-0, amp-1"):
         load_foreign([f"fp32={export}#bf16-*", f"amp={export}#amp-*"], "loss")
     with pytest.raises(BadInput, match="fp32-0: listed twice"):
         load_foreign([f"fp32={export}", f"amp={export}#fp32-0"], "loss")
@@ -221,7 +226,7 @@ def test_folders_of_several_tools_are_runs(tmp_path):
     group = load_foreign([f"fp32={tmp_path / 'mlruns'}", f"amp={tmp_path / 'hf'}"], "val/loss")
     assert [run.evals["step"].tolist() for run in group.baseline.runs] == [[1, 2, 3]] * 3
     assert [run.last_step for run in group.arms[0].runs] == [9] * 3  # of the newest checkpoint
-    with pytest.raises(BadInput, match="0ab: --scalar loss: not there; has val/loss"):
+    with pytest.raises(BadInput, match="0ab: --scalar loss: no such column; there are val/loss"):
         load_foreign([f"fp32={tmp_path / 'mlruns'}", f"amp={tmp_path / 'hf'}"], "loss")
 
 
@@ -235,13 +240,13 @@ def test_folders_of_several_tools_are_runs(tmp_path):
         ("a.jsonl", '{"step": 1, "loss": 2}\n{"step": \n{"step": 3, "loss": 2}\n', "line 2: not a"),
         ("a.json", '[{"step": 1, "loss": true}]', "record 1: True is not a number"),
         ("a.json", "[1, 2]", "not a list of records"),
-        ("a.json", '{"loss": {"values": 5}}', "'loss' is no list of values"),
+        ("a.json", '{"loss": {"values": 5}}', "'loss' must be a list of values"),
         (
             "a.json",
             '{"loss": {"values": [5], "start_step": 1}}',
-            "'step' is no list of values; save",
+            "'step' must be a list of values; save",
         ),
-        ("a.json", '{"loss": [1, 2], "step": 5}', "'step' is no list of values"),
+        ("a.json", '{"loss": [1, 2], "step": 5}', "'step' must be a list of values"),
         ("a.txt", "1 0.5\n1e999 0.25\n", "steps must be finite"),
         ("a.log", ":::MLLOG {nothing}\n", "line 1: not an entry of MLPerf"),
         (
@@ -297,7 +302,7 @@ def test_an_installed_package_adds_a_format(tmp_path, monkeypatch):
     try:
         group = load_foreign(specs, "loss")
         assert group.baseline.runs[0].evals["loss"].tolist() == [0.5, 0.25]
-        with raises_line(BadInput, "a.odd: --scalar lr: not there; has step, loss"):
+        with raises_line(BadInput, "a.odd: --scalar lr: no such column; there are step, loss"):
             read_logs(tmp_path / "amp" / "a.odd", "lr")
         [event_file] = write_events(tmp_path / "tb", {"loss": [(1, 0.5)]}).iterdir()
         assert read_logs(event_file, "loss")[0].points.tolist() == [[1, 0.5]]
@@ -314,44 +319,44 @@ def test_an_installed_package_adds_a_format(tmp_path, monkeypatch):
         ("a.csv", "step,loss,loss\n1,2,2.3\n", "line 1: 2 columns are called 'loss'; rename all"),
         ("a.csv", "step,step,loss\n1,2,2.3\n", "line 1: 2 columns are called 'step'; rename all"),
         ("a.csv", TABLE + TABLE.replace(",2", ",1"), "line 13: begins again, at step 1"),
-        ("a.txt", "1 3\n5 2\n4 3\n9 1\n8 2\n7 3\n", "3 of 3 steps are written again, with anot"),
-        ("a.txt", "0 3\n5 2\n0 3.5\n", "line 3: begins again, at step 0 after 5: a second run"),
+        ("a.txt", "1 3\n5 2\n4 3\n9 1\n8 2\n7 3\n", "3 of 3 steps appear twice with different"),
+        ("a.txt", "0 3\n5 2\n0 3.5\n", "line 3: begins again, at step 0 after 5: there m"),
         ("a.log", "step 0 loss 3\nstep 5 loss 2\nfin\nstep 0 loss 1\n", "line 4: begins again"),
         ("a.csv", TABLE + "11,\n12,\n13,\n", "line 12: from here to step 13 'loss' has no value"),
         ("a.json", '[{"step": 1, "loss": 1}, {"step": 9, "loss": null}]', "record 2: from here t"),
         ("a.jsonl", '{"step": 1, "loss": 1}\n{"step": 2, "loss": 1, "loss": 2}\n',
-         "line 2: 'loss' stands twice in it"),
+         "line 2: contains 'loss' twice"),
         ("a.jsonl", '{"step": 1, "loss": 2, "loss": 1}\n{"step": 2, "loss": 1}\n',
-         "line 1: 'loss' stands twice in it"),
-        ("a.json", '[{"step": 1, "loss": 1, "loss": 2}]', "line 1: 'loss' stands twice in it"),
-        ("a.json", '[{"step": 1,\n"loss": 1, "loss": 2}]', "a record: 'loss' stands twice in it"),
+         "line 1: contains 'loss' twice"),
+        ("a.json", '[{"step": 1, "loss": 1, "loss": 2}]', "line 1: contains 'loss' twice"),
+        ("a.json", '[{"step": 1,\n"loss": 1, "loss": 2}]', "a record: contains 'loss' twice"),
         ("a.log", "{'loss': 1, 'epoch': 1}\n{'loss': 2, 'epoch': 2, 'loss': 1}\n",
-         "line 2: a name stands twice in it"),
+         "line 2: contains a name twice"),
         ("a.log", "step 1 loss 3\nstep 2 loss 2  loss 1\n", "line 2: loss is 2 and 1: must be one"),
         ("a.log", "step 1 loss 3\nstep 2 loss 2\nstep 2 loss 4\n",
-         "step 2 has two values, 2 in line 2 and 4 in line 3: two curves of one name? Give each"),
+         "step 2 has two values, 2 in line 2 and 4 in line 3: there may be two curves of one"),
         ("a.csv", TABLE + "4,9\n10,8\n12,8\n", "line 12: goes back to step 4 after 10, with 2 val"),
-        ("a.log", lines(SIMPLE), "--scalar loss: is of several values of 'kind of line' (train, t"),
-        ("a.csv", "Split,step,loss\ntrain,1,2\neval,2,1\n", "--scalar loss: is of several values "
-         "of 'Split' (eval, train); must be of one, e.g. --scalar train/loss. If they are one "
-         "curve, leave out this field"),
+        ("a.log", lines(SIMPLE), "--scalar loss: has rows with several values"),
+        ("a.csv", "Split,step,loss\ntrain,1,2\neval,2,1\n", "--scalar loss: has rows with several "
+         "values of 'Split' (eval, train); choose one, e.g. --scalar train/loss. If they are one "
+         "curve, remove this field"),
         ("a.json", '[{"step": 1, "loss": 2}, {"step": 3, "loss": 2, "context": {"subset": "val"}}]',
-         "--scalar loss: is of several values of 'context.subset' (none, val); must be of one"),
-        ("a.json", '{"a\\nb": [1, 2]}', "--scalar loss: not there; has 'a\\nb'"),
+         "--scalar loss: has rows with several values of 'context.subset' (none, val); choose one"),
+        ("a.json", '{"a\\nb": [1, 2]}', "--scalar loss: no such column; there are 'a\\nb'"),
         ("loss", f"{NOW} 2 1 train 1f\n{NOW} 3 2 eval 2e\n", "has values on several datasets (ev"),
-        ("a.log", "step 1 | loss 3\nval: step 2 | loss 3\n", "--scalar loss: is of several values "
-         "of 'kind of line' (none, val); must be of one, e.g. --scalar val/loss"),
-        ("a.csv", "step,loss,phase\n1,2,a\n2,2,b\n3,1,a\n", "--scalar loss: is of several values"),
-        ("a.csv", "step,loss,phase\n1,2,a\n2,2,a\n3,1,b\n", "--scalar loss: is of several values"),
-        ("a.csv", "Step,Tag,Value\n1,lr,2\n", "--scalar loss: not there; has Tag, Value"),
-        ("a.json", '{"tokens": [10, 20], "loss": [2, 1]}', "--scalar loss: does 'tokens' beside it "
-         "count its steps? Say so with --step tokens"),
+        ("a.log", "step 1 | loss 3\nval: step 2 | loss 3\n", "--scalar loss: has rows with "
+         "several values of 'kind of line' (none, val); choose one, e.g. --scalar val/loss"),
+        ("a.csv", "step,loss,phase\n1,2,a\n2,2,b\n3,1,a\n", "--scalar loss: has rows with several"),
+        ("a.csv", "step,loss,phase\n1,2,a\n2,2,a\n3,1,b\n", "--scalar loss: has rows with several"),
+        ("a.csv", "Step,Tag,Value\n1,lr,2\n", "--scalar loss: no such column; there are Tag, V"),
+        ("a.json", '{"tokens": [10, 20], "loss": [2, 1]}', "--scalar loss: 'tokens' may count "
+         "its steps; if so, add --step tokens"),
         ("a.json", '{"step": [1, 2, 3], "loss": [2, 1]}', "'step' and 'loss' must have "
          "equally many values, got 3 and 2"),
         ("a.json", '{"loss": {"10": 2}}', "'loss' is a mapping; save the log as CSV or JSON lines"),
         ("a.json", '{"loss": {"values": [2, 1], "steps": [1]}}', "'step' and 'loss' must "
          "have equally many values, got 1 and 2"),
-        ("a.json", '{"loss": {"values": [2, 1], "tokens": [5, 9]}}', "'loss' has tokens beside it"),
+        ("a.json", '{"loss": {"values": [2, 1], "tokens": [5, 9]}}', "'loss' also has tokens"),
         ("a.csv", "step;loss\n1;2,345\n2;2,125\n", "line 2: '2,345' is 2345 or 2.345, and no oth"),
         ("a.log", "step 1 loss 2,345\n", "line 1: '2,345' is 2345 or 2.345, and no other number"),
     ],
@@ -461,7 +466,7 @@ def test_an_event_file_with_a_wrong_byte_is_refused_there(tmp_path):
     whole = path.read_bytes()
     for place in (len(whole) // 2, len(whole) - 9, 3):
         path.write_bytes(bytes(byte ^ (255 * (at == place)) for at, byte in enumerate(whole)))
-        with raises_line(Damaged, f"{path}: byte ", "a record's checksum is another") as caught:
+        with raises_line(Damaged, f"{path}: byte ", "a record has a wrong checksum") as caught:
             read_logs(tmp_path, "loss")
         begin = int(str(caught.value).partition(": byte ")[2].partition(":")[0])
         assert begin <= place
@@ -486,7 +491,7 @@ def test_a_folder_of_text_logs_reads_as_its_files_do(tmp_path):
     assert load_foreign(runs, "loss").baseline.runs[0].path.endswith("metrics.json")
     (tmp_path / "amp/valid.log").write_text(lines("step: {s}  loss: {v}"))
     with raises_line(
-        BadInput, "amp/valid.log beside s0.log: runs, or parts of one? Name every run"
+        BadInput, "amp/valid.log and s0.log: these may be runs, or parts of one run; name every run"
     ):
         load_foreign([f"fp32={tmp_path / 'fp32'}", f"amp={tmp_path / 'amp'}"], "loss")
 
@@ -495,8 +500,8 @@ def test_names_with_points_are_told_whole(tmp_path):
     (path := tmp_path / "metrics.json").write_text(
         json.dumps({f"training.{name}": SACRED["loss"] for name in ("loss", "accuracy")})
     )
-    has = "has training.loss, training.accuracy; did you mean 'training.loss'?"
-    with raises_line(BadInput, f"--scalar loss: not there; {has}"):
+    has = "there are training.loss, training.accuracy; did you mean 'training.loss'?"
+    with raises_line(BadInput, f"--scalar loss: no such column; {has}"):
         read_logs(path, "loss")
 
 
@@ -548,7 +553,7 @@ def test_records_of_an_offline_run_cross_blocks(tmp_path):
     content = bytearray(framed(*records))
     content[40_000] ^= 1
     path.write_bytes(content)
-    with raises_line(Damaged, f"{path}: byte 32", "a record's checksum is another"):
+    with raises_line(Damaged, f"{path}: byte 32", "a record has a wrong checksum"):
         list(binary_logs._framed(wanted))
 
 
@@ -584,5 +589,5 @@ def test_an_offline_run_is_its_history(tmp_path):
     path.write_bytes(framed(other, record(1, b"0.5"), other, record(2, b"0.25"), record(3, b"NaN")))
     [log] = read_logs(path, "val.loss")
     assert log.points[:2].tolist() == [[1, 0.5], [2, 0.25]] and np.isnan(log.points[2, 1])
-    with raises_line(BadInput, "--scalar loss: not there; has val.loss, _step, image"):
+    with raises_line(BadInput, "--scalar loss: no such column; there are val.loss, _step, image"):
         read_logs(path, "loss")

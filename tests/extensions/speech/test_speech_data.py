@@ -189,7 +189,7 @@ def test_librispeech_that_is_damaged(tmp_path, monkeypatch):
     library = pytest.importorskip("soundfile")
     root = librispeech(tmp_path / "LibriSpeech", library)
     (root / "dev-other").mkdir()
-    with raises_line(DataError, "several manifests of the eval split, which is one of dev-clean"):
+    with raises_line(DataError, "several manifests of the eval split: must be one of dev-clean"):
         source(root)
     (root / "dev-other").rmdir()
     with raises_line(DamagedData, "is not in the alphabet"):
@@ -200,14 +200,16 @@ def test_librispeech_that_is_damaged(tmp_path, monkeypatch):
     with raises_line(DamagedData, "84-121123-0000.flac: cannot be read"):
         source(root)
     library.write(flac, np.zeros(100, np.int16), 2 * RATE)
-    with raises_line(DamagedData, f"{2 * RATE} samples per second, data.sample_rate is {RATE}"):
+    with raises_line(
+        DamagedData, f"{2 * RATE} samples per second, must be data.sample_rate={RATE}"
+    ):
         source(root)
     flac.unlink()
     with raises_line(DamagedData, "84-121123.trans.txt:1: "):
         source(root)
     flac.write_bytes(whole)
     monkeypatch.setitem(sys.modules, "soundfile", None)
-    with raises_line(ValueError, "root: audio files other than WAV are read by soundfile"):
+    with raises_line(ValueError, "root: reading audio files other than WAV needs soundfile"):
         source(root)
 
 
@@ -243,8 +245,12 @@ DAMAGE = [
     ("train.json", b"{\n", "train.json:1: is no JSON"),
     ("train.json", b"[1]\n", "train.json:1: is a list"),
     ("train.json", LINE | {"text": None}, "train.json:1: has no text"),
-    ("train.json", LINE | {"duration": "long"}, "train.json:1: duration='long' is no number"),
-    ("train.json", LINE | {"duration": math.nan}, "train.json:1: duration=nan is no number of sec"),
+    ("train.json", LINE | {"duration": "long"}, "train.json:1: duration='long' must be a number"),
+    (
+        "train.json",
+        LINE | {"duration": math.nan},
+        "train.json:1: duration=nan must be a number of sec",
+    ),
     ("train.json", LINE | {"duration": 10**400}, "train.json:1: duration=1000"),
     (
         "train.json",
@@ -252,14 +258,18 @@ DAMAGE = [
         "train.json:1: audio_filepath='\\ud800",
     ),
     ("train.json", b"\n", "train.json: lists no utterance"),
-    ("train.json", b"\xff\xfe\x00", "train.json: is no UTF-8 text"),
+    ("train.json", b"\xff\xfe\x00", "train.json: must be UTF-8 text"),
     ("train.json", LINE | {"text": "xa"}, "train.json:1: 'x' of its text is not in the alphabet"),
     ("train.json", LINE | {"audio_filepath": "x.wav"}, "x.wav cannot be read: No such file"),
-    ("0.wav", {"rate": 2 * RATE}, "0.wav: 16000 samples per second, data.sample_rate is 8000"),
-    ("0.wav", lambda wav: wav[:-100], "0.wav: ends before its samples do"),
-    ("0.wav", b"fLaC and so on", "0.wav: is no WAV file of PCM samples"),
-    ("0.wav", {"samples": []}, "0.wav: ends before its samples do, or has none"),
-    ("0.wav", lambda wav: wav[:22] + b"1e999" + wav[22:], "0.wav: is no WAV file of PCM samples: "),
+    ("0.wav", {"rate": 2 * RATE}, "0.wav: 16000 samples per second, must be data.sample_rate=8000"),
+    ("0.wav", lambda wav: wav[:-100], "0.wav: is cut short"),
+    ("0.wav", b"fLaC and so on", "0.wav: must be a WAV file of PCM samples"),
+    ("0.wav", {"samples": []}, "0.wav: is cut short, or has no samples"),
+    (
+        "0.wav",
+        lambda wav: wav[:22] + b"1e999" + wav[22:],
+        "0.wav: must be a WAV file of PCM samples: ",
+    ),
     ("0.wav", lambda wav: wav[:20] + FLOATS + wav[22:], "of PCM samples: unknown format: 3"),
 ]
 
@@ -282,7 +292,7 @@ def test_damage_is_told_before_anything_is_trained(tmp_path, name, content, says
 def test_a_later_file_that_is_damaged_is_told_when_it_is_read(tmp_path):
     found = source(corpus(tmp_path), batch_size=4)
     (tmp_path / "3.wav").write_bytes(b"RIFF")
-    with pytest.raises(DamagedData, match=r"3\.wav: is no WAV file"):
+    with pytest.raises(DamagedData, match=r"3\.wav: must be a WAV file"):
         found.train_batch(0)
 
 
@@ -293,7 +303,7 @@ def test_a_later_file_that_is_damaged_is_told_when_it_is_read(tmp_path):
         ({"alphabet": "aba"}, "alphabet='aba': has 'a' twice"),
         ({"alphabet_file": "none.txt"}, "alphabet_file=none.txt: cannot be read"),
         ({"train_manifest": "x.json"}, "train_manifest=x.json: no such file"),
-        ({"max_seconds": 0.01}, "max_seconds=0.01: no utterance is as short"),
+        ({"max_seconds": 0.01}, "max_seconds=0.01: leaves no utterance"),
         ({"hop_ms": 0.01}, "hop_ms=0.01: too short at sample_rate=8000"),
     ],
 )
@@ -304,7 +314,7 @@ def test_settings_that_cannot_be(tmp_path, changed, message):
 
 
 def test_a_folder_without_manifests_and_one_with_two(tmp_path):
-    with pytest.raises(DataError, match=r"no train manifest, which is one of train\.json"):
+    with pytest.raises(DataError, match=r"no train manifest: must be one of train\.json"):
         source(tmp_path)
     corpus(tmp_path)
     corpus(tmp_path, ending="csv")

@@ -87,7 +87,7 @@ def count(
     composed = compose_config(given, config_dir, files=False)
     config = composed.config
     if config.device == "cpu":
-        raise BadInput("device=cpu: a roofline is that of a GPU (allowed: auto, cuda)")
+        raise BadInput("device=cpu: a roofline needs a GPU (allowed: auto, cuda)")
     policy = policy_from(config.precision)
     source = shape_source(config)
     try:
@@ -98,8 +98,8 @@ def count(
         raise
     except Exception as error:
         raise BadInput(
-            f"model={config.model.name} precision={policy.name}: cannot be counted without "
-            f"values: {raised(error)}"
+            f"model={config.model.name} precision={policy.name}: needs values, so it cannot be "
+            f"counted: {raised(error)}"
         ) from error
     networks = [learner.model for learner in task.learners.values()]
     learners = [*task.learners.values()]

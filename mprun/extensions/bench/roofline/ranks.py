@@ -77,7 +77,7 @@ def nodes_of(ranks: int, link: Link) -> tuple[int, int]:
     """Return (nodes, GPUs of each); BadInput if the last node would not be full."""
     if ranks > link.gpus and ranks % link.gpus:
         raise BadInput(
-            f"--ranks {ranks} --link {link.name}: has nodes of {link.gpus} GPUs (allowed: up to "
+            f"--ranks {ranks} --link {link.name}: its nodes have {link.gpus} GPUs (allowed: up to "
             f"{link.gpus}, and multiples of it)"
         )
     gpus = min(ranks, link.gpus)

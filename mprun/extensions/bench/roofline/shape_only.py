@@ -137,8 +137,8 @@ def _classes(config: schema.RunConfig) -> int:
     classes = getattr(config.model, "num_classes", None)
     if classes is None:
         raise BadInput(
-            f"model.num_classes=null: data={data.name} has its classes in files, which a count "
-            "does not read; give model.num_classes=N"
+            f"model.num_classes=null: data={data.name} has its classes in files, and a roofline "
+            f"reads no files; give model.num_classes=N"
         )
     return classes
 
@@ -159,8 +159,8 @@ def _words(config: schema.RunConfig, data: Any, *names: str) -> dict[str, int]:
         words = getattr(data, limit) or getattr(config.model, name, None)
         if words is None:
             raise BadInput(
-                f"model.{name}=null: data={data.name} has its words in files, which a count does "
-                f"not read; give model.{name}=N or data.{limit}=N"
+                f"model.{name}=null: data={data.name} has its words in files, and a roofline reads "
+                f"no files; give model.{name}=N or data.{limit}=N"
             )
         found[name] = padded(words, multiple)
     return found

@@ -134,9 +134,9 @@ def _options(arguments: list[str]) -> Namespace:
         return options
     if options.every is not None:
         asked = f"--every {options.every}"
-        raise BadInput(f"{asked}: the probes of {options.run} are already taken")
+        raise BadInput(f"{asked}: not for {options.run}, whose probes are already taken")
     if options.steps is not None and not options.check:
-        raise BadInput(f"--steps {options.steps}: for a run only with --check")
+        raise BadInput(f"--steps {options.steps}: with a run, only together with --check")
     return options
 
 
@@ -146,9 +146,9 @@ def _check_write(options: Namespace) -> None:
     if options.budget is None:
         raise BadInput(f"{asked}: only with --budget X")
     if options.config_dir not in (None, options.write):
-        raise BadInput(f"{asked}: must be the folder of --config-dir, {options.config_dir}")
+        raise BadInput(f"{asked}: must be the same folder as --config-dir, {options.config_dir}")
     if (path := _mode_path(options)).exists():
-        raise BadInput(f"{asked}: {path} is there already, and stays")
+        raise BadInput(f"{asked}: {path} exists already and is not overwritten")
 
 
 def advise_run(

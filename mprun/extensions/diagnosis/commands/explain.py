@@ -159,7 +159,9 @@ def explain(
     if status != "diverged" and not done and not skips:
         raise refused("explain", directory, record, _nothing_to_explain(record))
     if steps is not None and not done:
-        raise BadInput(f"--steps {steps}: the run diverged; only for one that is done")
+        raise BadInput(
+            f"--steps {steps}: the run diverged; --steps is only for a run that ended as done"
+        )
     needed = ["environment.device", "environment.threads"]
     needed += ["last_step", "cause"] if status == "diverged" else []
     environment = read_record(directory, *needed)["environment"]

@@ -136,7 +136,7 @@ def _configs(options: Namespace, wanted: Iterable[str]) -> dict[str, RunConfig]:
     for override in own:
         group = override.lstrip("+~").partition("=")[0].partition(".")[0]
         if group in ("precision", "scaler"):
-            raise BadInput(f"logprobs {override}: a mode is a word alone, as in mprun logprobs amp")
+            raise BadInput(f"logprobs {override}: a mode is one word, as in mprun logprobs amp")
         if group == "resume":
             raise BadInput(f"logprobs {override}: pass the run directory alone")
     given = vouched(own, options.config_dir)
