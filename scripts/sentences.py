@@ -6,8 +6,8 @@
 
 Read are README, CONTRIBUTING, the pages of docs (without the dated records in docs/results and
 docs/log), the help of `mprun`, error lines, and docstrings of the names in docs/reference/api.md.
-Code blocks are left out. A table cell counts if it has six words or more. In an error line X stands
-for a value.
+Code blocks are left out. A table cell counts if it has six words or more; the head of its column
+stands behind its place. In an error line <name> stands for a value, X if the code gives it no name.
 """
 
 import argparse
@@ -29,9 +29,12 @@ RECORDS = ("docs/results/", "docs/log/", "docs/_build/", "docs/reference/operati
 MOST_WORDS = 25
 _FEWEST = 4  # words of a sentence that can be judged
 _OF_A_CELL = 6
-# A sentence ends before a capital, code, a link or emphasis, but not behind these.
+# A sentence ends before a capital, code, a link, emphasis or one of these names, but not behind
+# an abbreviation.
+_SMALL = r"(?:mprun|torch|torchao|trl|ruff|nanoGPT|cuDNN|uint8|bigLSTM|run\.json)\b"
 _END = re.compile(
-    r"(?<!e\.g\.)(?<!i\.e\.)(?<!\bal\.)(?<!\bvs\.)(?<=[.!?])[)*\"]*\s+(?=[A-Z0-9`*\[\"(])"
+    r"(?<!e\.g\.)(?<!i\.e\.)(?<!\bal\.)(?<!\bvs\.)(?<=[.!?])[)*\"]*\s+"
+    rf"(?=[A-Z0-9`*\[\"(]|{_SMALL})"
 )
 _HELP = ("help", "description", "epilog")
 
@@ -67,8 +70,21 @@ def of_pages() -> Iterator[Sentence]:
         name = page.relative_to(ROOT).as_posix()
         if not name.startswith(RECORDS):
             kind = "README" if name == "README.md" else "docs"
-            for line, text in paragraphs(page.read_text(encoding="utf-8")):
-                yield from _divided(kind, f"{name}:{line}", text)
+            text = page.read_text(encoding="utf-8")
+            heads = _heads(text)
+            for line, paragraph in paragraphs(text):
+                head = heads.get((line, paragraph), "")
+                yield from _divided(kind, f"{name}:{line}{head}", paragraph)
+
+
+def _heads(page: str) -> dict[tuple[int, str], str]:
+    """Return (line, cell) of a table -> the head of its column, in brackets."""
+    found, heads = {}, []
+    for number, line in enumerate(page.splitlines(), start=1):
+        cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", line.strip())]
+        heads = (heads or cells) if line.strip().startswith("|") else []
+        found |= {(number, cell): f" ({head})" for cell, head in zip(cells, heads, strict=False)}
+    return found
 
 
 def paragraphs(page: str) -> Iterator[tuple[int, str]]:
@@ -121,13 +137,22 @@ def _nodes() -> Iterator[tuple[str, ast.AST]]:
 
 
 def _text(node: ast.expr) -> str:
-    """Return a text as it is written, X for each value, or nothing if it is made elsewhere."""
+    """Return a text as it is written, a name for each value, or nothing if it is made elsewhere."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
     if isinstance(node, ast.JoinedStr):
-        parts = (one.value if isinstance(one, ast.Constant) else "X" for one in node.values)
-        return "".join(map(str, parts))
+        return "".join(map(_part, node.values))
     return ""
+
+
+def _part(node: ast.expr) -> str:
+    value = node.value if isinstance(node, ast.FormattedValue) else node
+    if isinstance(value, ast.Constant):
+        return str(value.value)
+    if isinstance(value, ast.Call) and value.args and not isinstance(value.args[0], ast.Starred):
+        value = value.args[0]  # printable(path)
+    name = {ast.Name: "id", ast.Attribute: "attr"}.get(type(value))
+    return f"<{getattr(value, name)}>" if name else "X"
 
 
 def of_docstrings() -> Iterator[Sentence]:

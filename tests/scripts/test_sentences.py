@@ -55,7 +55,7 @@ def test_words(script, text, words):
 
 def test_an_error_line_has_x_for_a_value(script):
     texts = {one.text for one in script.of_errors()}
-    assert "-m: X runs; must be at most X in one sweep" in texts
+    assert "-m: <count> runs; must be at most <MOST_RUNS> in one sweep" in texts
 
 
 def test_a_date_draws_the_same_sentences(script, capsys, monkeypatch):

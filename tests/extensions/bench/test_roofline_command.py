@@ -72,7 +72,10 @@ def test_modes_that_a_gpu_lacks_are_left_out_with_the_reason(capsys):
         (["--ranks", "0", "--link", "nvlink"], "--ranks 0: must be whole numbers from 1 to 65536"),
         (["--ranks", "8,", "--link", "nvlink"], "--ranks : must be"),
         (["--ranks", "8,x", "--link", "nvlink"], "--ranks x: must be"),
-        (["--ranks", "8,12", "--link", "nvlink"], "--ranks 12 --link nvlink: its nodes have 8 GPUs"),
+        (
+            ["--ranks", "8,12", "--link", "nvlink"],
+            "--ranks 12 --link nvlink: its nodes have 8 GPUs",
+        ),
         (["--ranks", "8"], "--ranks 8: needs --link (allowed: nvlink, nvlink3, 100gbe, 25gbe, or"),
         (["--link", "nvlink"], "--link nvlink: goes with --ranks"),
         (["--ranks", "8", "--link", "wifi"], "--link wifi: unknown (allowed: nvlink, nvlink3"),
