@@ -127,8 +127,8 @@ class KeptState:
         kept = StateFormats() if self.narrow is None else self.narrow.states
         if saved[:2] != kept[:2] and (saved.in_blocks or kept.in_blocks):
             raise ValueError(
-                f"optimizer state has the format {saved.in_words}, must have {kept.in_words}: load it "
-                "into an optimizer with the same precision.update.state_dtype"
+                f"optimizer state has the format {saved.in_words}, must have {kept.in_words}: load "
+                "it into an optimizer with the same precision.update.state_dtype"
             )
         self._loaded = state
         return {k: v for k, v in state.items() if k not in _KEYS}
