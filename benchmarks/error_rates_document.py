@@ -127,14 +127,14 @@ def document(results: dict) -> str:
     rate = {name: _percent(value) for name, value in results["summary"].items()}
     noises = "\n".join(f"- *{name}*: {text}." for name, text in results["noises"].items())
     others = "\n".join(
-        f'| false "matches" with this noise: {kind} | {rate[f"false_matches_{kind}"]} |\n'
-        f'| false "worse" or "better" with this noise: {kind} | '
+        f'| rate of false "matches", with the noise *{kind}* | {rate[f"false_matches_{kind}"]} |\n'
+        f'| rate of false "worse" or "better", with the noise *{kind}* | '
         f"{rate[f'false_claims_when_equal_{kind}']} |"
         for kind in results["noises"]
         if kind != "normal"
     )
     growing = "\n".join(
-        f'| "grows" although the gap does not, with this noise within a seed: {kind} | '
+        f'| rate of "grows" without growth, with the noise within a seed *{kind}* | '
         f"{rate[f'false_growth_{kind}']} |"
         for kind in results["gaps"]
     )

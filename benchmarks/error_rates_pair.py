@@ -80,8 +80,8 @@ def pair_lines(results: dict) -> str:
     """Format the table."""
     heads = [
         "stated standard deviation",
-        *(f"gap equals the bar, bar of {bar} sd: pair passes" for bar in AT_BAR),
-        *(f"no gap, bar of {bar} sd: pair passes" for bar in EQUAL),
+        *(f"pairs that pass: gap equals the bar of {bar} sd" for bar in AT_BAR),
+        *(f"pairs that pass: no gap, bar of {bar} sd" for bar in EQUAL),
     ]
     lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
     for cell in results["pair"]:
@@ -93,8 +93,8 @@ def pair_lines(results: dict) -> str:
 
 def seeds_page_rows(results: dict) -> list[str]:
     """Return the rows of docs/how_many_seeds.md: what a stated scatter is worth."""
-    heads = ["stated standard deviation", "gap equals the bar: pair passes"]
-    heads.append("no gap, bar of 4.3 sd: pair passes")
+    heads = ["stated standard deviation", "pairs that pass: gap equals the bar"]
+    heads.append("pairs that pass: no gap, bar of 4.3 sd")
     lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
     for cell in results["pair"]:
         shares = cell["at_bar"]["6"], cell["equal"]["4.3"]

@@ -241,7 +241,7 @@ class ComparedRuns(Comparison):
         """Return the numbers of the printed table: a row per mode of each group, baselines first.
 
         difference, low, high and margin are in `unit`: "%" of the baseline's mean, "points", or ""
-        for the metric's own. Positive is worse. The columns speedup, memory_ratio and
+        (the unit of the metric). Positive is worse. The columns speedup, memory_ratio and
         activation_ratio are relative to the baseline. `emulated` says that speed and peak memory
         are the emulation's.
         """

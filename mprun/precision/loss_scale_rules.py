@@ -24,13 +24,13 @@ def within(name: str, value: object, low: float, high: float, *, open_ends: bool
     if low < number < high or (not open_ends and number in (low, high)):
         return float(number)
     allowed = f"strictly between {low:g} and {high:g}" if open_ends else f"from {low:g} to {high:g}"
-    raise ValueError(f"{name}={value!r}: a number {allowed} is allowed")
+    raise ValueError(f"{name}={value!r}: must be a number {allowed}")
 
 
 def checked_count(name: str, value: object, low: int) -> int:
     """Return `value`; raise ValueError unless it is an integer in [low, 2**31 - 1]."""
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value < 2**31:
-        raise ValueError(f"{name}={value!r}: an integer from {low} to {2**31 - 1} is allowed")
+        raise ValueError(f"{name}={value!r}: must be an integer from {low} to {2**31 - 1}")
     return value
 
 

@@ -51,7 +51,7 @@ class ImagesConfig(DataConfig):
     channels: int = one_of((1, 3), "Channels of an image: 1 grey, 3 colour", default=3)
     value_range: str = one_of(
         "standardised mean_subtracted tanh",
-        "standardised: mean 0, deviation 1; mean_subtracted: 0-255 less means; tanh: -1 to 1",
+        "standardised: mean 0, deviation 1; mean_subtracted: 0 to 255, minus means; tanh: -1 to 1",
     )
 
 

@@ -39,7 +39,7 @@ class Seq2SeqConfig(ModelConfig):
     """LSTM encoder, its first layer bidirectional, attention and LSTM decoder; sizes in units."""
 
     source_vocab_size: int | None = ranged(
-        None, "Words of the sources' embedding; null: as many as in the data", at_least=4
+        None, "Number of words in the source embedding; null: as many as the data has", at_least=4
     )
     target_vocab_size: int | None = ranged(
         None,
