@@ -186,7 +186,7 @@ def test_an_allowed_key_that_no_run_has_is_bad_input(tmp_path):
 )
 def test_an_allowed_key_that_may_differ_anyway_is_bad_input(tmp_path, key):
     write_study(tmp_path, {"fp32": [1.0], "amp": [1.0]})
-    with raises_line(BadInput, f"--allow {key}: may differ anyway; leave it out"):
+    with raises_line(BadInput, f"--allow {key}: this key may always differ; leave it out"):
         grouped(tmp_path, allow=[key])
 
 
@@ -382,6 +382,9 @@ QUALIFY = {
     "precision.reduce_divide": "before",
     "precision.reduce_order": "ring",
     "precision.update.rounding": "kahan",
+    "precision.update.state_rounding": "stochastic",
+    "precision.attention.grad_format": "e4m3",
+    "precision.attention.granularity": "tensor",
     "precision.matmul.granularity": "row",
     "precision.matmul.weight_granularity": "16x16",
     "precision.matmul.weight": "e4m3",

@@ -132,7 +132,7 @@ def test_one_bad_group_does_not_stop_the_others(study, capsys):
 def test_a_truncated_record_is_damaged(study, capsys):
     path = study / "amp-s1/metrics.jsonl"
     path.write_text("\n".join(path.read_text().splitlines()[:5]) + "\n")
-    refused(capsys, "compare", "runs", says="ends at step 5, the run at 40", code=4)
+    refused(capsys, "compare", "runs", says="ends at step 5, but the run ended at step 40", code=4)
 
 
 @pytest.mark.slow

@@ -146,7 +146,7 @@ def test_one_bit_becomes_black_and_white():
 
 def test_numbers_without_a_known_range():
     floats = saved(Image.fromarray(np.ones((4, 4), np.float32)), "TIFF")
-    refused(floats, "floating-point pixels")
+    refused(floats, "has floating-point pixels")
     for value in (-1, 65536):
         wide = saved(Image.fromarray(np.full((4, 4), value, np.int32)), "TIFF")
         refused(wide, "gray values outside 0 ... 65535")

@@ -98,8 +98,8 @@ def test_vocabulary_files(corpus, tmp_path):
     ("content", "message"),
     [
         (b"", "vocab.txt: no words, 0 bytes"),
-        (b"the\n", "vocab.txt: without <S> and <UNK>"),
-        (b"the\n<S>\n", "vocab.txt: without <UNK>"),
+        (b"the\n", "vocab.txt: lacks <S> and <UNK>"),
+        (b"the\n<S>\n", "vocab.txt: lacks <UNK>"),
         (b"the\n\n<S>\n<UNK>\n", "vocab.txt: line 2 is not a word"),
         (b"the 1 2\n<S>\n<UNK>\n", "vocab.txt: line 1 is not a word"),
         (b"the many\n<S>\n<UNK>\n", "vocab.txt: line 1 is not a word"),

@@ -236,7 +236,10 @@ def test_what_has_no_shards(words, told):
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["model=resnet50"], "no blocks of resnet50 are known; those of gpt are (allowed: false)"),
+        (
+            ["model=resnet50"],
+            "no blocks of resnet50 are known; those of gpt, gpt_moe are (allowed: false)",
+        ),
         (["model=gpt", "device=cuda", "train.compile=default"], "train.compile=default: train.act"),
         (["model=gpt", "device=cuda", "train.cuda_graph=on"], "train.cuda_graph=on: train.activ"),
     ],

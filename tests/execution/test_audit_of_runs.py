@@ -145,7 +145,7 @@ def test_a_contradiction_in_a_later_step_ends_the_run_in_one_line(tmp_path, own_
     words = [*OWN, "model.factory=lateautocast:late", "precision=fp32"]
     assert run(tmp_path / "run", *words) == 1
     lines = capsys.readouterr().err.splitlines()
-    said = "precision=fp32: addmm inside the model computes in bf16, must be in fp32; "
+    said = "precision=fp32: addmm inside the model computes in bf16, must compute in fp32; "
     assert lines[-1].startswith(f"mprun: {said}") and not any("Traceback" in one for one in lines)
     record = record_of(tmp_path / "run")
     assert record["status"] == "failed" and said in record["cause"]

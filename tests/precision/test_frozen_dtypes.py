@@ -19,7 +19,7 @@ SAMPLED = (
 
 
 def test_an_override_without_effect_is_refused(build_run):
-    message = "precision.overrides.softmax=float16: computes in FP32"
+    message = "precision.overrides.softmax=fp16: the module computes in FP32"
     with pytest.raises(BadInput, match=message):
         build_run(*SAMPLED, "precision=fp16_master", "precision.overrides.softmax=fp16")
 

@@ -229,6 +229,12 @@ HIDDEN = {
         "blocks.0.mlp.output",
         "embedding positions",
     ),
+    # Experts have three dimensions.
+    "gpt_moe": (
+        _WORDS | {"context_length": 4, "num_layers": 1},
+        "blocks.0.attention.inputs blocks.0.attention.output blocks.0.mlp.router",
+        "embedding positions",
+    ),
     "conv_autoencoder": ({"channels": 3}, "", ""),
 }
 HIDDEN = with_extensions("HIDDEN", HIDDEN)

@@ -91,7 +91,7 @@ def test_the_yaml_file_says_the_same(name):
     policy = policy_from(config.precision)
     assert policy == get_policy(name)
     # and back, as a script's run records it
-    values = {"name": name, **policy_values(policy), "overrides": {}}
+    values = {"name": name, **policy_values(policy), "overrides": {}, "switch": []}
     assert values == dataclasses.asdict(config.precision)
     assert config.scaler.name == ("dynamic" if name in ("fp16_master_scaled", "amp") else "none")
 

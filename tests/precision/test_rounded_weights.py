@@ -389,7 +389,7 @@ def test_narrow_state_is_kept_in_its_dtype():
 
 
 def test_refusals():
-    with pytest.raises(ValueError, match=r"weight: has gaps"):
+    with pytest.raises(ValueError, match=r"weight: its values must be contiguous in memory"):
         gaps = torch.zeros(4, 8, dtype=torch.bfloat16)[:, ::2]
         RoundedWeights(torch.optim.SGD([gaps], 0.1), ["weight"], [gaps], "stochastic")
 

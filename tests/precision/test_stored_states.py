@@ -266,7 +266,7 @@ def test_a_script_goes_on_bit_for_bit(policy):
 def test_state_in_blocks_is_not_loaded_into_another_format():
     saved = stepped(of("bf16", "fp8")).optimizer.state_dict()
     other = stepped(of("bf16"), steps=0).optimizer
-    with pytest.raises(ValueError, match=r"kept in bf16 \(squares fp8\), not in bf16: load it"):
+    with pytest.raises(ValueError, match=r"format bf16 \(squares fp8\), must have bf16: load it"):
         other.load_state_dict(saved)
 
 

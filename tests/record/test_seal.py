@@ -137,7 +137,9 @@ def test_every_kind_of_file_is_sealed_to_its_last_bit(tmp_path, pattern):
         written()
         more = tmp_path / pattern.replace("*", "00000004")
         more.write_bytes(content)
-        with pytest.raises(BrokenSeal, match="not a file of this run"):
+        with pytest.raises(
+            BrokenSeal, match="must not exist, because the run ended without this file"
+        ):
             check_seal(tmp_path)
 
 

@@ -91,9 +91,9 @@ def test_one_step_in_the_middle_of_a_run(model, tmp_path):
 
 
 def walks():
-    """The lists of files in "Two walks" of docs/architecture.md."""
+    """The lists of files in "Two paths through the code" of docs/architecture.md."""
     page = (ROOT.parent / "docs" / "architecture.md").read_text("utf-8")
-    section = page.partition("\n## Two walks\n")[2].partition("\n## ")[0]
+    section = page.partition("\n## Two paths through the code\n")[2].partition("\n## ")[0]
     return [re.findall(r"^ (\S+\.py) ", block, re.M) for block in section.split("```")[1::2]]
 
 

@@ -111,7 +111,7 @@ def test_routers_compute_in_fp32_unless_they_follow_the_mode(build_run, mode):
 
 def test_an_override_of_a_router_in_fp32_is_refused(build_run):
     own = "precision.overrides.blocks.0.mlp.router=bf16"
-    with raises_line(BadInput, "router=bf16: computes in FP32 in fp16_master"):
+    with raises_line(BadInput, "router=bf16: the module computes in FP32 in the mode fp16_master"):
         build_run(*BALANCED, "precision=fp16_master", own)
     task = build_run(*BALANCED, "precision=fp16_master", "model.router=mode", own).task
     assert task.train_step(0)["loss"].isfinite()

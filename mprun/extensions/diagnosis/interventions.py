@@ -128,7 +128,7 @@ def options_of(config_dir: str | None = None) -> Options:
         option = f"precision={name}"
         if mode.scaler not in scalers:  # a composition takes a tenth of a second
             scalers[mode.scaler] = groups_of(option, config_dir)["scaler"]
-        own = _nested(mode.values) | {"name": name, "overrides": {}}
+        own = _nested(mode.values) | {"name": name, "overrides": {}, "switch": []}
         found[option] = {"precision": own, "scaler": scalers[mode.scaler]}
     for option in ("scaler=static", "scaler=dynamic"):
         found[option] = {"scaler": compose_config([option]).as_dict()["scaler"]}

@@ -146,7 +146,7 @@ def test_skipped_updates_and_norm_layers_are_left_out():
     found = advice_from(probe(1, skipped=True, **overflowed), probe(2, **norm))
     assert found.evidence.left_out == [1] and found.evidence.steps == [2]
     assert found.loss_scaling.range.highest == 27
-    with pytest.raises(BadInput, match="no probe"):
+    with pytest.raises(BadInput, match="needs a probe"):
         advice_from(probe(1, skipped=True, **overflowed))
 
 

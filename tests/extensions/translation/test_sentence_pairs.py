@@ -192,7 +192,10 @@ def test_thousands_of_pairs_are_written_in_pieces(folder, monkeypatch):
         (["train.tsv"], ["train.tsv"]),
         (["train.en", "train.de"], "no train split .train.en has no other side.: train.en and"),
         ([], "no train split: train.en and train.fr, or train.tsv, each"),
-        (["train.en", "train.fr", "train.tsv.gz"], "several files of the train split, leave one"),
+        (
+            ["train.en", "train.fr", "train.tsv.gz"],
+            "several files of the train split; keep only one",
+        ),
     ],
 )
 def test_names(tmp_path, names, found):
@@ -221,7 +224,7 @@ def three_columns(root):
 
 # A file and its new content, or what else is done; the exit code, and what is said.
 DAMAGES = [
-    (("train.de", b"x\ny\n"), 4, "train.de: ends after line 2, train.en goes on: sides of "),
+    (("train.de", b"x\ny\n"), 4, "train.de: ends after line 2, but train.en goes on; both must "),
     (("train.de", b"x y\ny\nx \xff\nx\ny\n"), 4, "train.de: not UTF-8 (0xff) at byte 8, line 3"),
     (("valid.en", b""), 4, "valid.en: no words, 0 bytes"),
     (("train.en", b"a " * 600_000), 4, "train.en: line 1 has more than 1048576 characters"),
