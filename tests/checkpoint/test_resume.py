@@ -125,6 +125,8 @@ def test_stopping_and_resuming_changes_no_bit(model, mode, tmp_path):
         scaler = [*SCALER, "precision.overrides.norm=fp16"]
     stop, end = (2, 4) if model in ("resnet50", "inception_v3") else (5, 9)
     overrides = [*COMMON, *MODELS[model], f"precision={mode}", *scaler]
+    if (model, mode) == ("inception_v3", "fp16_naive"):
+        overrides += ["optim=sgd", "optim.lr=1e-5"]  # on some processors it diverges with its own
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     assert run(whole, *overrides, f"train.steps={end}") == 0
     assert run(resumed, *overrides, f"train.steps={stop}") == 0

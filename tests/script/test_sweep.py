@@ -189,7 +189,7 @@ def test_the_name_is_callable_however_the_package_was_imported():
 
 @pytest.mark.slow
 def test_a_notebook_shows_a_bar_that_fills_and_the_comparison(tmp_path):
-    import nbformat
+    nbformat = pytest.importorskip("nbformat")
     from nbclient import NotebookClient
 
     cell = f"""
