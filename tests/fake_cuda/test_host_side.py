@@ -42,7 +42,9 @@ def test_weights_without_masters_are_in_fp32_chunk_by_chunk(device):
 
 @pytest.mark.slow
 def test_a_model_of_ones_choice(device, tmp_path):
-    small = ["model=conv_autoencoder", "data.batch_size=8", "--modes", "fp32,fp16_naive,amp"]
+    # A decision on compilation waits once for the steps that it has timed.
+    small = ["model=conv_autoencoder", "data.batch_size=8", "train.compile=off"]
+    small += ["--modes", "fp32,fp16_naive,amp"]
     out = tmp_path / "host"
     rows = host(device, *small, "--peers", "loop,amp", "--out", str(out))
     [label] = {key[0] for key in rows}
@@ -53,9 +55,9 @@ def test_a_model_of_ones_choice(device, tmp_path):
         (label, "fp16_naive", "loop", "eager"),
         (label, "amp", "amp", "eager"),
     }  # fmt: skip
-    for (_, _, contender, _), row in rows.items():
+    for (_, mode, contender, how), row in rows.items():
         assert row["why_not"] is None and row["host_ms"] > 0 and row["reserved"] > 0
-        assert contender != "mprun" or row["waits"] == 0
+        assert contender != "mprun" or row["waits"] == 0, (mode, how)
     eager, replayed = (rows[label, "amp", "mprun", how] for how in ("eager", "replayed"))
     assert eager["triton"] == 0 and eager["library"] > 5
     # What an eager step launches one by one, but for the batch and the rate.
