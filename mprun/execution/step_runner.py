@@ -137,7 +137,7 @@ _Take = Callable[[int, bool], dict[str, Tensor]]
 
 
 class Execution(NamedTuple):
-    """What takes the steps of one mode; arguments of `StepRunner`."""
+    """The objects that take the steps of one mode; see the arguments of `StepRunner`."""
 
     graph: GraphedStep | None
     compiled: CompiledStep | None

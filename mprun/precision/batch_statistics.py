@@ -1,4 +1,4 @@
-"""What forward passes move in a step that may be skipped, or has several micro-batches.
+"""Buffers that forward passes move in a step that may be skipped, or has several micro-batches.
 
 These are BatchNorm's running statistics, and the buffers that a module names in `moved_in_forward`:
 the router of a mixture of experts counts the tokens that each expert has had.
@@ -68,7 +68,7 @@ class BatchNormGuard:
 
 
 class BatchStatistics(BatchNormGuard):
-    """What forward passes move in a step that consists of several micro-batches."""
+    """The buffers that forward passes move in a step of several micro-batches."""
 
     def __init__(self, module: nn.Module):
         super().__init__(module)
