@@ -13,6 +13,8 @@ On CUDA nn.LSTM, nn.GRU and nn.RNN (torch 2.11 to 2.15) fall short of other laye
 itself calls (`torch._cudnn_rnn`). In all other cases torch computes its layers.
 """
 
+from __future__ import annotations
+
 import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -31,6 +33,7 @@ from mprun.torch_private import (
     cudnn_rnn_flatten_weight,
     dispatch_modes,
     foreach_copy_,
+    function_modes,
     tree_map,
 )
 
@@ -87,11 +90,18 @@ def flat_weights(weights: Iterable[Any]) -> dict[str, Any]:
     }
 
 
-def _forward_within(
-    mode: TorchFunctionMode, forward: Callable[..., Any], *args: Any, **kwargs: Any
-) -> Any:
-    with mode:
-        return forward(*args, **kwargs)
+def _forward_within(mode: _ByCudnn, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if getattr(args[0] if args else kwargs.get("input"), "is_cuda", False):
+        with mode:
+            return forward(*args, **kwargs)
+    # A backward pass that computes the forward pass again (torch.utils.checkpoint) has lost the
+    # function modes, an emulation's own among them, and kept the dispatch modes.
+    for one in reversed(dispatch_modes()):
+        lost = getattr(one, "functions", None)
+        if lost is not None and lost not in function_modes():
+            with lost:
+                return forward(*args, **kwargs)
+    return forward(*args, **kwargs)
 
 
 class _ByCudnn(TorchFunctionMode):
@@ -107,13 +117,6 @@ class _ByCudnn(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None) -> Any:
         if func not in LAYERS:
-            return func(*args, **(kwargs or {}))
-        if not args[0].is_cuda:
-            # A backward pass that computes the forward pass again (torch.utils.checkpoint) has lost
-            # the function modes, an emulation's own among them, and kept the dispatch modes.
-            for mode in reversed(dispatch_modes()):
-                if hasattr(mode, "functions"):
-                    return mode.functions.__torch_function__(func, types, args, kwargs)
             return func(*args, **(kwargs or {}))
         call = RecurrentCall.of(args)
         if torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda") is torch.bfloat16:

@@ -83,14 +83,14 @@ class Node(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        counts = ctx.what == "weight" and ctx.scale is not None
-        holders = _holders(gradients, ctx.unscaled) if counts else ()
         owner: Owner | None = ctx.owner()  # None: the script has dropped model and optimizers
         scale = ctx.scale
         if owner is not None:
             owner.on_pass(ctx.what)
             scale = owner.scale
         with DisableTorchFunction(), below_emulation(gradients):
+            counts = ctx.what == "weight" and ctx.scale is not None
+            holders = _holders(gradients, ctx.unscaled) if counts else ()
             if scale is None:
                 found = _to(gradients, ctx.unscaled)
             elif ctx.what == "out":
