@@ -226,16 +226,21 @@ def time_split(
     marks are events. If the host is slower, idle time counts in the phase where it occurs.
     """
     pairs: list[tuple[str, Moment, Moment]] = []
-    caller = threading.get_ident()
+    caller, running = threading.get_ident(), set[str]()
 
     @contextmanager
     def marked(phase: str) -> Iterator[None]:
+        # Another thread may call Tensor.backward, too; under a function mode it calls itself.
+        if threading.get_ident() != caller or phase in running:
+            yield
+            return
+        running.add(phase)
         start = Moment(device)
         try:
             yield
         finally:
-            if threading.get_ident() == caller:  # another thread may call Tensor.backward, too
-                pairs.append((phase, start, Moment(device)))
+            running.remove(phase)
+            pairs.append((phase, start, Moment(device)))
 
     watched = [(data, "train_batch", "data"), *((own, "step", "update") for own in learners)]
     plain = Tensor.backward
