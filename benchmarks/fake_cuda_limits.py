@@ -1,6 +1,7 @@
 """Launches, bytes and limits of a CUDA step, mprun beside torch.amp and torchao, without a GPU.
 
-    python -m benchmarks.fake_cuda_limits [--only GPT-2,DCGAN] [--eager] [--blocks 2] [--out FOLDER]
+    python -m benchmarks.fake_cuda_limits [--only GPT-2,DCGAN] [--modes fp8_rowwise] [--eager]
+                                          [--blocks 2] [--out FOLDER]
 
 Each step runs on the fake CUDA device (`tests/fake_cuda`), eager and by torch.compile. Its launches
 are counted there. A dispatch mode sees its operations, a hook the Triton kernels that the compiler
@@ -162,7 +163,7 @@ def contenders(options: argparse.Namespace) -> Iterator[tuple[BenchGroup, str, s
             modes = {"amp_bf16": HALF, "bf16_master": HALF[:2]}
             modes |= {"fp8_tensorwise": FP8, "fp8_rowwise": FP8}
         for mode, names in modes.items():
-            for name in names:
+            for name in names if mode in (options.modes or modes) else ():
                 if not (options.eager and name.endswith(("compiled", "+"))):
                     yield groups[label], mode, name
 
@@ -232,6 +233,7 @@ def on_device() -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--only", default="", help="models whose names begin so")
+    parser.add_argument("--modes", nargs="+", help="modes that are wanted (all)")
     parser.add_argument("--eager", action="store_true", help="nothing is compiled")
     parser.add_argument("--blocks", type=int, help="blocks of GPT-2")
     parser.add_argument("--out", type=Path)
