@@ -175,7 +175,7 @@ def row_of(group: BenchGroup, mode: str, name: str, blocks: int | None) -> dict[
     if blocks is not None and label.startswith("GPT"):
         label += f", {blocks} blocks"
     row: dict[str, Any] = {"label": label, "mode": mode, "contender": name, "why_not": None}
-    config = case.config()
+    config = case_of(group, mode, "mprun", blocks).config()
     if compiled and not compiles(config, "cuda"):
         return row | {"why_not": "an nn.LSTM is not compiled"}
     if case.contender in PEERS:
