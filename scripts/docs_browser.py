@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from PIL import Image
 
@@ -36,8 +36,8 @@ def found_browser() -> str | None:
 class Page:
     """A window of the browser."""
 
-    def __init__(self, asked: int, answered: int):
-        self._asked, self._answered = os.fdopen(asked, "wb"), os.fdopen(answered, "rb")
+    def __init__(self, asked: IO[bytes], answered: IO[bytes]):
+        self._asked, self._answered = asked, answered
         self._rest, self._count, self._session = b"", 0, ""
         target = self.ask("Target.createTarget", url="about:blank")["targetId"]
         attached = self.ask("Target.attachToTarget", targetId=target, flatten=True)
@@ -117,11 +117,15 @@ def browsing(browser: str, profile: Path) -> Iterator[Page]:
     command = [browser, *(f"--{flag}" for flag in FLAGS), f"--user-data-dir={profile}"]
     # The shell puts the two pipes where the browser looks for them.
     placed = ["bash", "-c", f'exec "$@" 3<&{reads} 4>&{writes}', "bash", *command]
-    with subprocess.Popen(placed, pass_fds=(reads, writes), stderr=subprocess.DEVNULL) as process:
+    with (
+        open(asked, "wb") as calls,
+        open(answered, "rb") as answers,
+        subprocess.Popen(placed, pass_fds=(reads, writes), stderr=subprocess.DEVNULL) as process,
+    ):
         os.close(reads)
         os.close(writes)
         try:
-            page = Page(asked, answered)
+            page = Page(calls, answers)
             yield page
             page.ask("Browser.close")
         finally:

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from importlib.metadata import entry_points
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -90,13 +91,16 @@ def test_tensorboard_opens_with_every_point_and_no_smoothing(script, tmp_path, m
     browser = script.found_browser()
     if browser is None:
         pytest.skip("needs chromium")
-    # As an installed mprun announces it.
-    announcing = tmp_path / "mprun_plugin-0.dist-info"
-    announcing.mkdir()
-    (announcing / "METADATA").write_text("Metadata-Version: 2.1\nName: mprun_plugin\nVersion: 0\n")
-    own = f"[tensorboard_plugins]\nmprun = {announced('tensorboard_plugins')['mprun']}\n"
-    (announcing / "entry_points.txt").write_text(own)
-    monkeypatch.setenv("PYTHONPATH", f"{os.environ.get('PYTHONPATH', '')}:{tmp_path}")
+    if "mprun" not in entry_points(group="tensorboard_plugins").names:
+        # As an installed mprun announces it.
+        announcing = tmp_path / "mprun_plugin-0.dist-info"
+        announcing.mkdir()
+        (announcing / "METADATA").write_text(
+            "Metadata-Version: 2.1\nName: mprun_plugin\nVersion: 0\n"
+        )
+        own = f"[tensorboard_plugins]\nmprun = {announced('tensorboard_plugins')['mprun']}\n"
+        (announcing / "entry_points.txt").write_text(own)
+        monkeypatch.setenv("PYTHONPATH", f"{os.environ.get('PYTHONPATH', '')}:{tmp_path}")
     folder = write_summaries(comparison(group(3, 400)), tmp_path / "logs")
     seen = []
     with (
