@@ -5,7 +5,7 @@ import importlib.util
 import os
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -80,7 +80,7 @@ def tests(setting: Setting, seconds: float) -> list[Step]:
 
 def tests_slow(setting: Setting, seconds: float) -> list[Step]:
     """Run the slow tests: torch.compile, a whole bench."""
-    files = gpu_test_files(ROOT / "tests", also="mark.slow")
+    files = gpu_test_files(ROOT / "tests", also="slow")
     return _tests(setting, "tests_slow", files, marks="gpu and slow")
 
 
@@ -237,16 +237,20 @@ CALLS = {
 }
 
 
-def gpu_test_files(folder: Path, also: str = "mark.gpu") -> list[str]:
+def gpu_test_files(folder: Path, also: str = "gpu") -> list[str]:
     """Find test files with a test marked gpu whose imports all exist, relative to the repository.
 
     Those that matter most come first. A machine without a network may lack a package that one file
-    needs; collecting that file would end the whole run. also: another text in the files.
+    needs; collecting that file would end the whole run. also: another mark of the same test.
     """
     chosen = []
     for path in folder.rglob("test_*.py"):
         text = path.read_text(encoding="utf-8")
-        if "mark.gpu" in text and also in text and not _missing_imports(ast.parse(text)):
+        if "mark.gpu" not in text:
+            continue
+        tree = ast.parse(text)
+        is_marked = any("mark.gpu" in own and f"mark.{also}" in own for own in _marks(tree))
+        if is_marked and not _missing_imports(tree):
             chosen.append(str(path.relative_to(ROOT)))
 
     def turn(name: str) -> tuple[int, bool, str]:
@@ -255,6 +259,14 @@ def gpu_test_files(folder: Path, also: str = "mark.gpu") -> list[str]:
         return first, not name.endswith("_on_cuda.py"), name
 
     return sorted(chosen, key=turn)
+
+
+def _marks(tree: ast.Module) -> Iterator[str]:
+    """Yield the marks of each function, with those of the file, as they are written."""
+    of_all = [ast.unparse(own) for own in tree.body if isinstance(own, ast.Assign)]
+    for own in ast.walk(tree):
+        if isinstance(own, ast.FunctionDef):
+            yield " ".join([*of_all, *map(ast.unparse, own.decorator_list)])
 
 
 def _missing_imports(tree: ast.Module) -> list[str]:

@@ -141,6 +141,12 @@ def test_files_whose_packages_are_missing_are_left_out(module, tmp_path, monkeyp
     (tmp_path / "test_three.py").write_text("from no_such_package.inner import f\n" + marked)
     (tmp_path / "test_four.py").write_text("def test_it():\n    assert True\n")
     assert parts.gpu_test_files(tmp_path) == ["test_one.py"]
+    # A slow test beside one of a GPU is none of both.
+    apart = marked + "\n@pytest.mark.slow\ndef test_other():\n    assert True\n"
+    (tmp_path / "test_apart.py").write_text(apart)
+    both = marked.replace("@pytest.mark.gpu", "@pytest.mark.gpu\n@pytest.mark.slow")
+    (tmp_path / "test_both.py").write_text(both)
+    assert parts.gpu_test_files(tmp_path, also="slow") == ["test_both.py"]
 
 
 def test_every_file_with_a_gpu_test_is_chosen_here(module):
@@ -149,7 +155,7 @@ def test_every_file_with_a_gpu_test_is_chosen_here(module):
     marked = {
         str(path.relative_to(ROOT))
         for path in (ROOT / "tests").rglob("test_*.py")
-        if "mark.gpu" in path.read_text()
+        if re.search(r"^ *@?(pytestmark = )?pytest\.mark\.gpu", path.read_text(), re.MULTILINE)
     }
     assert "tests/tasks/test_on_cuda.py" in chosen and chosen == marked
 
