@@ -154,15 +154,27 @@ def test_dropout_between_layers():
         assert not torch.equal(wide(x)[0], wide(x)[0])
 
 
-def test_frozen_weights_and_constant_input_get_no_gradient():
-    rnn = nn.LSTM(8, 16, proj_size=8).half()
-    rnn.weight_hh_l0.requires_grad_(False)
-    x = torch.randn(5, 3, 8).half()
-    with HalfEmulation():
-        y, _ = rnn(x)
-        y.float().sum().backward()
-    assert x.grad is None and rnn.weight_hh_l0.grad is None
-    assert rnn.weight_ih_l0.grad.abs().sum() > 0 and rnn.weight_hr_l0.grad.abs().sum() > 0
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_a_gradient_is_the_same_if_nothing_else_gets_one(kind):
+    """An input, a state or a parameter gets it, and all others are frozen."""
+    rnn = kind(8, 16, **({"proj_size": 8} if kind is nn.LSTM else {})).half()
+    x, states = torch.randn(5, 3, 8).half(), [torch.randn(s).half() for s in state_shapes(rnn, 3)]
+    operands = [x, *states, *rnn.parameters()]
+
+    def gradients(chosen):
+        for place, own in enumerate(operands):
+            own.grad = None
+            own.requires_grad_(place in chosen)
+        with HalfEmulation():
+            rnn(x, tuple(states) if kind is nn.LSTM else states[0])[0].float().sum().backward()
+        return [own.grad for own in operands]
+
+    every = gradients(range(len(operands)))
+    assert all(gradient.any() for gradient in every)
+    for place, expected in enumerate(every):
+        alone = gradients([place])
+        assert torch.equal(alone.pop(place), expected)
+        assert all(gradient is None for gradient in alone)
 
 
 def test_weights_shared_by_two_calls_add_their_gradients():
