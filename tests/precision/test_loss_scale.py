@@ -130,21 +130,21 @@ REFUSED = {
         "growth_factor": [1.0, math.inf, math.nan, "2"],
         "backoff_factor": [0.0, 1.0, math.nan],
         "growth_interval": [0, 2.5, True, 2**31],
-        "hysteresis": [0],
-        "max_consecutive_skips": [0],
-        "growth_delay": [-1],
-        "tolerance": [1.5],
+        "hysteresis": [0, 2**31],
+        "max_consecutive_skips": [0, 2**31],
+        "growth_delay": [-1, 2**31],
+        "tolerance": [-0.5, 1.5],
         "min_scale": [0.0, -1.0, 2.0**-127],
         "max_scale": [2.0**127, 2.0**-15],
         "init_scale": [2.0**25, 2.0**-15, math.nan, math.inf],
     },
     StaticLossScale: {"scale": [0.0, -1.0, math.inf, math.nan, 2.0**127, 1e-40]},
     LogMaxRule: {
-        "beta1": [1.0],
-        "beta2": [0.0],
-        "log_max": [math.inf],
-        "overflow_std_dev": [-1.0],
-        "overflow_log2": [math.nan],
+        "beta1": [0.0, 1.0],
+        "beta2": [0.0, 1.0],
+        "log_max": [math.inf, 2.0**31 + 1, -(2.0**31) - 1],
+        "overflow_std_dev": [-1.0, 100.5],
+        "overflow_log2": [math.nan, 2.0**31 + 1, -(2.0**31) - 1],
         "min_scale": [0.0],
         "max_scale": [2.0**127],
         "init_scale": [0.5],
@@ -160,6 +160,16 @@ def test_bad_arguments_are_refused_by_name_with_what_is_allowed(kind, name):
     for value in REFUSED[kind][name]:
         with pytest.raises(ValueError, match=f"^{name}=.*: must be an? (number|integer) "):
             kind(**{name: value})
+
+
+def test_the_ends_of_what_is_allowed_are_allowed():
+    ends = {"min_scale": 2.0**-126, "init_scale": 2.0**126, "max_scale": 2.0**126}
+    most = dict.fromkeys(("growth_interval", "growth_delay", "max_consecutive_skips"), 2**31 - 1)
+    for tolerance in (0.0, 1.0):
+        DynamicRule(tolerance=tolerance, **ends, **most)
+    for value in (-(2.0**31), 2.0**31):
+        LogMaxRule(log_max=value, overflow_log2=value, overflow_std_dev=100.0, **ends)
+    LogMaxRule(overflow_std_dev=0.0)
 
 
 @pytest.mark.parametrize("kind", [DynamicLossScale, LogMaxLossScale])

@@ -48,6 +48,14 @@ def test_no_value_reaches_the_host_and_state_stays_where_it_is(name):
     assert addresses == {k: getattr(scale, k).data_ptr() for k in addresses}
 
 
+@pytest.mark.parametrize("name", sorted(SCALES))
+def test_everything_is_on_the_device_that_was_asked_for(name):
+    scale = SCALES[name]("meta")
+    flag, largest, loss = (torch.zeros((), device="meta") for _ in range(3))
+    assert iteration(scale, flag, largest, loss.requires_grad_()).is_meta
+    assert all(own.is_meta for key, own in scale.state_dict().items() if key != "kind")
+
+
 def test_the_guard_sees_a_host_read():
     with NoHostRead(), pytest.raises(AssertionError, match="_local_scalar_dense"):
         torch.ones(()).item()
