@@ -15,8 +15,10 @@ import importlib
 import io
 import itertools
 import json
+import math
 import os
 import random
+import resource
 import shutil
 import signal
 import sys
@@ -61,8 +63,10 @@ CHANGED = {
         ["data", "tasks", "distributed", "record", "extensions/translation"],
     ),
 }  # fmt: skip
+# All seconds are those of a processor: how busy the machine is changes no outcome.
 MOST_TESTS, MOST_S = 25, 5.0  # of one mutant, in recorded seconds; of a survivor three times that
 PATIENCE = 10, 20.0  # killed after so many times the recorded seconds and so many more
+WAITED = 20  # killed after so many times that on a clock: it hangs
 
 
 class Mutant(NamedTuple):
@@ -87,15 +91,14 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, default=ROOT / "outputs" / "mutants")
     parser.add_argument("--again", action="store_true", help="judge the survivors by more tests")
     parser.add_argument("--first", nargs="*", default=[], help="files of tests to ask first")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write each judged mutant")
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     arguments.folder.mkdir(parents=True, exist_ok=True)
     session = Session(arguments)
     tests = [str(ROOT / "tests" / one) for one in CHANGED[arguments.group][1]]
-    code = pytest.main(
-        ["-p", "no:cacheprovider", "-p", "no:xdist", "--basetemp", str(session.own), *tests],
-        plugins=[session],
-    )
+    how = ["-p", "no:cacheprovider", "-p", "no:xdist", "--tb=no", "--basetemp", str(session.own)]
+    code = pytest.main([*how, *tests], plugins=[session])
     shutil.rmtree(session.own, ignore_errors=True)
     if session.counts is None:
         return 130 if code == pytest.ExitCode.INTERRUPTED else 2
@@ -169,7 +172,11 @@ class Session:
                 where = f"{mutant.file}:{change.line} {change.function}"
                 what = f"{change.kind}: {change.old[:200]}  ->  {change.new[:200]}"
                 say(f"{number} {found['outcome']} {where} {what} [{len(tests)} tests]")
-        outcomes = [known[one.name]["outcome"] for one in mutants if one.name in known]
+        judged = [known[one.name] for one in mutants if one.name in known]
+        if self.arguments.json:
+            text = ",\n".join(json.dumps(one) for one in judged)
+            self.arguments.json.write_text(f"[\n{text}\n]\n")
+        outcomes = [one["outcome"] for one in judged]
         self.counts = {one: outcomes.count(one) for one in ("killed", "timeout", "survived")}
         say(f"{self.arguments.group}: {len(outcomes)} of {len(mutants)} judged, {self.counts}")
         return True
@@ -204,7 +211,7 @@ class Session:
         def trace() -> int:
             lines: dict = {}
             for place, item in enumerate(items):
-                tracer, began, self.failed = Tracer(), time.monotonic(), False
+                tracer, began, self.failed = Tracer(), time.process_time(), False
                 sys.settrace(tracer.called)
                 threading.settrace(tracer.called)
                 _run(items, place)
@@ -214,7 +221,7 @@ class Session:
                     found = defaultdict(list)
                     for file, number in sorted(tracer.lines):
                         found[file].append(number)
-                    lines[item.nodeid] = [round(time.monotonic() - began, 3), found]
+                    lines[item.nodeid] = [round(time.process_time() - began, 3), found]
             files = {file for _, found in lines.values() for file in found}
             sources = {file: sha(ROOT / file) for file in files}
             kept.write_text(json.dumps({"tests": sha(path), "sources": sources, "lines": lines}))
@@ -268,25 +275,27 @@ class Session:
         os.close(writer)
         with open(reader) as file:
             by = file.read()
-        words = {0: "survived", 3: "not planted", None: "timeout"}
+        words = {0: "survived", 3: "not planted", None: "timeout", -signal.SIGXCPU: "timeout"}
         seconds = round(time.monotonic() - began, 2)
         outcome = words.get(code, "killed")
         return {"outcome": outcome, "by": by, "tests": len(tests), "seconds": seconds}
 
     def _fork(self, run, limit: float) -> int | None:
-        """Return what `run` returns in a fork of this process; None if it takes too long."""
+        """Return what `run` returns in a fork of this process; None if it hangs, and SIGXCPU,
+        negative, if it computes for more than `limit` seconds."""
         child = os.fork()
         if child == 0:
             code = 2
             try:
                 os.setsid()
+                resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(limit), resource.RLIM_INFINITY))
                 gc.freeze()
                 reporter: Any = self.config.pluginmanager.get_plugin("terminalreporter")
                 reporter._tw = create_terminal_writer(self.config, io.StringIO())
                 code = run()
             finally:
                 os._exit(code)
-        ends = time.monotonic() + limit
+        ends = time.monotonic() + WAITED * limit
         try:
             while time.monotonic() < ends:
                 done, status = os.waitpid(child, os.WNOHANG)

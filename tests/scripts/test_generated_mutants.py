@@ -3,6 +3,7 @@
 import ast
 import json
 import os
+import random
 import shutil
 import subprocess
 import sys
@@ -121,12 +122,15 @@ def test_what_tests_see_of_generated_mutants(tmp_path):
 
     first = run("-n", "5")
     assert first.stderr.count("recording") == 1
-    done = run()
+    done = run("--json", str(tmp_path / "all.json"))
     assert done.returncode == 1, done.stderr
     assert "recording" not in done.stderr
     lines = (tmp_path / "outputs" / "mutants" / "precision.jsonl").read_text().splitlines()
     found = {one["name"].split(":", 1)[1]: one for one in map(json.loads, lines)}
     assert len(found) == len(lines) == 9  # none is judged twice, none of `unseen`
+    assert json.loads((tmp_path / "all.json").read_text()) == sorted(
+        map(json.loads, lines), key=lambda one: random.Random(one["name"]).random()
+    )
     survived = {name for name, one in found.items() if one["outcome"] == "survived"}
     # The limit itself is returned either way; the test of `total` passes no start.
     assert survived == {"clipped:comparison:x > LIMIT:x >= LIMIT:1"}
