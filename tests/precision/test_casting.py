@@ -180,6 +180,7 @@ def test_in_fp32_buffers_and_recurrent_layers_are_what_they_were():
         def __init__(self):
             super().__init__()
             self.rnn = nn.LSTM(4, 4)
+            self.register_buffer("none", None)
             self.register_buffer("places", torch.arange(4.0) / 4, persistent=False)
             self.register_buffer("seen", torch.zeros(4))
 
