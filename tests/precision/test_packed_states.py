@@ -101,6 +101,13 @@ def test_codes_and_scales_are_torchaos(form):
     assert (packed, compared) == (50, 504_320)
 
 
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_tensor_of_at_least_16_whole_blocks_has_some(form):
+    for size in (256, 3840, 4095, 4096, 4097, 4224, 4352):
+        kept = STATE_FORMATS[form](CPU).encode("exp_avg", torch.ones(size))
+        assert ("exp_avg.scale" in kept) == (size in (4096, 4352)), size
+
+
 class TheirRule(torch.optim.Optimizer):
     """AdamW in the arithmetic of torchao's optimizers, on FP32 tensors."""
 

@@ -81,6 +81,30 @@ def test_each_moment_has_its_format(formats, dtypes):
         assert torch.equal(learned, own)
 
 
+class Counted(torch.optim.Optimizer):
+    """A rule that divides by how often each number had a gradient: an integer for each."""
+
+    @torch.no_grad()
+    def step(self):
+        for own in [one for one in self.param_groups[0]["params"] if one.grad is not None]:
+            state = self.state[own]
+            state.setdefault("hits", torch.zeros_like(own, dtype=torch.int64))
+            state.setdefault("average", torch.zeros_like(own))
+            state["hits"] += own.grad != 0
+            state["average"].lerp_(own.grad, 0.1)
+            own.sub_(state["average"] / state["hits"].clamp(min=1))
+
+
+@pytest.mark.parametrize("form", ["bf16", "fp16", "fp8"])
+def test_integers_in_a_state_stay_integers(form):
+    """In BF16 a count would stand still at 256, in FP8 at 16."""
+    learner = stepped(of(form), Counted, steps=20, skip=2, defaults={})
+    for own in learner.updated:
+        state = learner.optimizer.state[own]
+        assert state["hits"].dtype is torch.int64 and state["hits"].max() == 19
+        assert state["average"].dtype is not F32 or form == "fp8"  # too small for blocks
+
+
 def in_bf16(number):
     """Round an exact number to 8 bits of significand, ties to even."""
     if number == 0:

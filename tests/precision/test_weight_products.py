@@ -229,11 +229,23 @@ def test_forms_of_experts(form, mode):
     assert torch.equal(found, torch.stack([layer.weight.grad for layer in layers]))
 
 
-def test_what_forward_writes_in_another_dtype_stays_so():
-    model = Forms(lambda x, w: F.linear(x.float(), w.float()), 24, 32).bfloat16()
+PLAIN = {
+    "another dtype": lambda x, w: F.linear(x.float(), w.float()),
+    "a row": lambda x, w: F.linear(x.bfloat16(), w[0]),
+    "no weight": lambda x, w: torch.matmul(x, x.mT),
+    "no weight in groups": lambda x, w: F.grouped_mm(
+        x.bfloat16(), w.new_ones(2, 32, 16), offs=torch.tensor([3, 8], dtype=torch.int32)
+    ),
+    "two weights": lambda x, w: torch.matmul(w, w.mT),
+}
+
+
+@pytest.mark.parametrize("form", PLAIN)
+def test_what_is_no_product_with_a_weight_in_its_dtype_is_torchs(form):
+    model = Forms(PLAIN[form], 24, 32).bfloat16()
     install(model, named("fp8_rowwise", "weight"), {}, calls=(calls := Calls()))
-    x = torch.randn(5, 32)
-    assert torch.equal(model(x), F.linear(x, model.weight.float()))
+    x = torch.randn(8, 32)
+    assert torch.equal(model(x), PLAIN[form](x, model.weight))
     assert not calls
 
 
