@@ -175,6 +175,18 @@ def test_an_unknown_pattern_names_modules_that_exist():
         mixed(Net(), "fp16_master", overrides={"blok": F32})
 
 
+@pytest.mark.parametrize("mode", ["fp16_naive", "bf16_naive", "bf16_stochastic", "bf16_kahan"])
+def test_what_stays_in_fp32_keeps_its_digits(mode):
+    """The module around it is stored in 16 bits."""
+    model = Net()
+    named = dict(model.named_parameters())
+    before = {name: nn.init.uniform_(own).detach().clone() for name, own in named.items()}
+    mixed(model, mode, overrides={"block.norm": F32, "block.second": F32})
+    for name, own in model.named_parameters():
+        stays = name.startswith(("block.norm", "block.second"))
+        assert torch.equal(own.float(), before[name]) == stays, name
+
+
 def test_in_fp32_buffers_and_recurrent_layers_are_what_they_were():
     class Steps(nn.Module):
         def __init__(self):

@@ -72,6 +72,15 @@ def with_autocast(model, _):
         model(IMAGES)
 
 
+def backward_with_autocast(model, _):
+    """Also once nothing watches its passes."""
+    for _ in range(4):
+        loss_of(model).backward()
+    loss = loss_of(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss.backward()
+
+
 def replace_parameters(model, optimizer):
     """The optimizer holds those of before."""
     state = {name: value.clone() for name, value in model.state_dict().items()}
@@ -109,6 +118,7 @@ MASTERS = [mode for mode in HALF_WEIGHTS if mode not in WITHOUT_MASTERS]
 TRAPS = [
     ("torch.autocast is active", MODES, with_autocast),
     ("torch.autocast is active", MODES, lambda m, o: with_autocast(m.eval(), o)),
+    ("torch.autocast is active", MODES, backward_with_autocast),
     ("no gradients", MODES, lambda m, o: o.step()),
     ("no gradients", MODES, lambda m, o: (loss_of(m).backward(), o.zero_grad(), o.step())),
     ("no gradients", MODES, replace_parameters),
@@ -166,6 +176,17 @@ def test_a_model_that_nothing_differentiates_is_not_waited_for_once_it_is_called
         torch.ones(2, requires_grad=True).sum().backward()
         waited.append(prepared_model in passes.due)
     assert waited == [True, True, True, False]
+
+
+@pytest.mark.parametrize("mode", ["fp32", "amp", "fp16_master_scaled"])
+def test_a_graph_of_many_paths_is_walked_once(mode):
+    """Each sum doubles the paths to the model."""
+    model, _ = prepared(mode)
+    loss = loss_of(model)
+    for _ in range(64):
+        loss = loss / 2 + loss / 2
+    loss.backward()
+    assert all(own.grad is not None for own in model.parameters())
 
 
 @pytest.mark.parametrize("mode", ["fp16_naive", "bf16_master", "amp"])
