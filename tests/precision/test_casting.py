@@ -175,6 +175,19 @@ def test_an_unknown_pattern_names_modules_that_exist():
         mixed(Net(), "fp16_master", overrides={"blok": F32})
 
 
+@pytest.mark.parametrize(
+    ("mode", "follows"), [("fp16_naive", True), ("fp16_master", False), ("amp", False)]
+)
+def test_an_override_of_another_16_bit_dtype(mode, follows):
+    """A norm layer follows that of what is around it, if its own dtype has 16 bits."""
+    model = Net()
+    own = mixed(model, mode, overrides={"block": torch.bfloat16})
+    own.network(torch.randn(3, 4))
+    # Probes see what the block computes, and after the norm layer what it makes of that.
+    assert {probe.seen for probe in (model.block.between, model.block.after)} == {torch.bfloat16}
+    assert (model.block.norm.weight.dtype is torch.bfloat16) == follows
+
+
 @pytest.mark.parametrize("mode", ["fp16_naive", "bf16_naive", "bf16_stochastic", "bf16_kahan"])
 def test_what_stays_in_fp32_keeps_its_digits(mode):
     """The module around it is stored in 16 bits."""
@@ -212,6 +225,7 @@ def test_in_fp32_buffers_and_recurrent_layers_are_what_they_were():
     in_mode = list(model.rnn._flat_weights)
     assert {weight.dtype for weight in in_mode} == {F16}
     with in_fp32(model), torch.no_grad():
+        assert {own.dtype for own in model.buffers()} == {F32}
         assert torch.equal(model.seen, inputs.half().mean((0, 1)).float())  # what the mode wrote
         assert all(map(torch.equal, model.rnn._flat_weights, weights))
         assert torch.equal(model.eval()(inputs), expected)

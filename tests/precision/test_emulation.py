@@ -6,12 +6,13 @@ import pytest
 import torch
 import torchvision
 from torch import nn
+from torch.nn import functional as F
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import checkpoint
 
 from mprun.precision import ForwardContext, get_policy
-from mprun.precision.emulation import HalfEmulation
+from mprun.precision.emulation import HalfEmulation, Losses
 
 from .emulated import assert_within, relative
 
@@ -269,3 +270,16 @@ def test_transformer_layer_leaves_no_product_native(training):
     assert emulation.rerouted
     # Eight stored tensors between input and output.
     assert relative(out, expected) <= 8 * 2.0**-11
+
+
+def test_a_loss_and_an_attention_keep_their_keywords():
+    given, targets = torch.randn(4, 5).half(), torch.tensor([0, 1, 4, 4])
+    words = {"reduction": "sum", "label_smoothing": 0.25, "ignore_index": 1}
+    queries, mask = torch.randn(1, 2, 6, 8).half(), torch.randn(6, 6)
+    more = {"key": queries, "value": queries, "scale": 0.25}
+    with Losses(torch.float32):
+        loss = F.cross_entropy(given, target=targets, **words)
+        found = F.scaled_dot_product_attention(query=queries, attn_mask=mask, **more)
+    assert torch.equal(loss, F.cross_entropy(given.float(), targets, **words))
+    expected = F.scaled_dot_product_attention(queries, attn_mask=mask.half(), **more)
+    assert torch.equal(found, expected)
