@@ -72,6 +72,22 @@ def test_an_input_and_a_buffer_are_named_once_with_the_cure(mode, says):
     ], lines
 
 
+def test_further_inputs_are_named_by_their_number():
+    class Several(nn.Linear):
+        def __init__(self):
+            super().__init__(5, 2)
+            self.places = nn.Parameter(torch.arange(5), requires_grad=False)  # integers stay so
+
+        def forward(self, *inputs):
+            return super().forward(inputs[0][:, self.places]) + 0 * inputs[1].sum()
+
+    model = Several()
+    mprun.prepare(model, torch.optim.SGD([model.weight, model.bias], 0.1), "bf16_master")
+    with pytest.warns(UserWarning, match="^input 2: whole numbers change in bf16"):
+        model(REAL, CODES)
+    assert model.places.dtype is torch.int64
+
+
 def test_an_operation_that_torch_lacks_in_16_bits_is_named_with_the_cure():
     class Spectrum(nn.Linear):
         def forward(self, x):

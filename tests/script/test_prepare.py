@@ -234,20 +234,21 @@ def test_generator_and_discriminator_share_a_scale_that_moves_once(generator_fir
     _, (of_g, of_d) = mprun.prepare(both, optimizers, "amp", scaler=scale)
     if not generator_first:
         of_g, of_d = of_d, of_g
-    scales = []
+    scales, between = [], []
     for _ in range(6):
         of_d.zero_grad()
         fake = g(torch.randn(8, 4))
         d(torch.randn(8, 6)).square().mean().backward()
         d(fake.detach()).square().mean().backward()
         of_d.step()
+        between.append(float(scale.scale))
         of_g.zero_grad()
         statistics = d[1].running_mean.clone()
         d(fake).mean().backward()
         assert not torch.equal(d[1].running_mean, statistics)
         of_g.step()
         scales.append(float(scale.scale))
-    assert scales == [16, 16, 32, 32, 32, 64]
+    assert (scales, between) == ([16, 16, 32, 32, 32, 64], [16, 16, 16, 32, 32, 32])
     # Unscaled where they ran through the other's weights too, as torch leaves them.
     assert d[0].weight.grad.abs().max() < 1
     # A generator's overflow takes back what its pass did to the discriminator's statistics.
