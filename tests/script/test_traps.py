@@ -381,13 +381,18 @@ def test_a_weight_penalty_outside_of_the_model_counts_in_fp32(mode):
     assert torch.equal(model.weight.grad, without + model.weight)
 
 
-def test_weights_that_a_script_changes_behind_autograd_are_used():
+@pytest.mark.parametrize("mode", ["fp16_master", "fp16_master_scaled", "amp"])
+def test_weights_that_a_script_changes_are_used(mode):
     """`.data` tells nobody, in the clipping of a Wasserstein critic for instance."""
-    model, optimizer = prepared("fp16_master", nn.Linear(4, 4, bias=False))
+    model, optimizer = prepared(mode, nn.Linear(4, 4, bias=False))
     model(torch.ones(2, 4)).sum().backward()
     optimizer.step()
     model.weight.data.fill_(0.5)
     assert torch.equal(model(torch.ones(1, 4)), torch.full((1, 4), 2.0))
+    for number in range(6):  # between two calls, once nothing compares values any more
+        with torch.no_grad():
+            model.weight.fill_(number)
+        assert torch.equal(model(torch.ones(1, 4)), torch.full((1, 4), 4.0 * number))
 
 
 @pytest.mark.parametrize("mode", HALF_WEIGHTS)
