@@ -4,14 +4,16 @@ import copy
 import re
 import weakref
 from contextlib import nullcontext
+from itertools import product
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from mprun.numerics.operations import FirstStep, lines
+from mprun.numerics.operations import FirstStep, _of_casts, in_short, lines
 from mprun.precision import DynamicLossScale, DynamicRule, get_policy, pin_math_flags
+from mprun.precision.block_formats import ELEMENTS
 from mprun.record.memory import ActivationMemory
 
 from ..helpers import (
@@ -390,6 +392,14 @@ def test_the_console_gets_a_line_or_at_most_ten(mode):
     assert text[0] == f"step 1 of {mode} on cpu ran in:"
     assert re.match(rf"  products {product} [\d.]+ k?FLOP: ", text[1])
     assert any("flags    FP32 products ieee" in line for line in text)
+
+
+def test_one_line_without_products_and_the_formats_of_casts_in_order():
+    other = {"step": 3, "rows": [{"elements": 7}, {"elements": 8}]}
+    assert in_short(other, {}) == "step 3: no products seen (whole table: -v, run.json)"
+    for pair in product(ELEMENTS, repeat=2):
+        named = "emulated " + "+".join(sorted({*pair}))
+        assert _of_casts((torch.ones(1), " x ".join(pair), None)) == named
 
 
 def test_the_flags_of_a_gpu_that_matter():

@@ -29,6 +29,9 @@ KEPT = {
 }
 
 
+ENDS = [(math.nan, False), (math.nan, True), (2.0, False), (2.0, True)]
+
+
 def rows_of(*values):
     """Rows from (loss, scale, skipped or not), numbered from step 1."""
     rows, skipped = [], 0
@@ -111,6 +114,7 @@ def test_the_history_holds_the_last_steps_and_their_gradient_norms():
     for step in range(1, 71, 10):
         rows = [StepRow(step + i, float(step + i), 1.0, False, 0) for i in range(10)]
         history.add(rows, {"loss": 1.0, "grad_norm": 0.5, "g_grad_norm": 0.25})
+    assert [StepRow(1, loss, 1.0, skips, 0).diverged for loss, skips in ENDS] == [1, 0, 0, 0]
     rows = history.up_to(70)
     assert [row["step"] for row in rows] == list(range(21, 71))
     assert len(rows) == LAST

@@ -353,6 +353,10 @@ def test_tensorboard_shows_histograms_and_scalars(build_run, tmp_path):
     assert event.step == 2 and event.histogram_value.num == sum(by_exponent.values())
     found = dict(zip(event.histogram_value.bucket_limit, event.histogram_value.bucket, strict=True))
     assert {limit - 1: n for limit, n in found.items() if n} == by_exponent
+    shown, half = event.histogram_value, {low + 0.5: n for low, n in by_exponent.items()}
+    assert (shown.min, shown.max) == (min(by_exponent), max(by_exponent) + 1)
+    assert shown.sum == sum(low * n for low, n in half.items())
+    assert shown.sum_squares == sum(low**2 * n for low, n in half.items())
 
     def scalar(tag):
         [value] = events.Scalars(f"train_probes_{tag}")
