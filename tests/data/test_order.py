@@ -1,12 +1,14 @@
 """Order is a pure function of seed and epoch."""
 
+import random
+
 import numpy as np
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mprun.data import permutation
-from mprun.data.source import EpochOrder, rotation
+from mprun.data.source import EpochOrder, kept_random_state, rotation, seed_sample
 
 from ..helpers import raises_line
 
@@ -42,11 +44,28 @@ def test_known_values_do_not_change_between_versions():
     # A checkpoint resumed elsewhere continues with the same samples only if these stay.
     assert permutation(0, 0, 8).tolist() == [3, 2, 1, 6, 0, 7, 4, 5]
     assert permutation(3, 7, 8).tolist() == [5, 3, 2, 1, 0, 6, 7, 4]
+    assert (rotation(0, 0, 1000), rotation(3, 7, 10**12)) == (271, 505081419742)
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.lists(st.integers(0, 2**40), min_size=1, max_size=4))
+def test_a_samples_generators_have_every_bit_of_the_documented_words(key):
+    words = np.random.SeedSequence(key).generate_state(6).tolist()
+    before = torch.get_rng_state()
+    with kept_random_state():
+        seed_sample(*key)
+        assert np.random.randint(2**31) == np.random.RandomState(words[:2]).randint(2**31)
+        expected = random.Random(words[2] * 2**32 + words[3])
+        assert random.getrandbits(64) == expected.getrandbits(64)
+        assert torch.initial_seed() == words[4] // 2 * 2**32 + words[5]
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_epoch_order_drops_the_tail_and_wraps():
     order = EpochOrder(seed=5, n=10, batch_size=3, device=CPU)
     assert order.batches_per_epoch == 3
+    resumed = EpochOrder(seed=5, n=10, batch_size=3, device=CPU)
+    assert torch.equal(resumed.indices(5), permutation(5, 1, 10)[6:9])
     first = torch.cat([order.indices(i) for i in range(3)])
     assert torch.equal(first, permutation(5, 0, 10)[:9])
     assert torch.equal(order.indices(4), permutation(5, 1, 10)[3:6])

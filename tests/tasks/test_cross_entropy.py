@@ -9,13 +9,21 @@ from mprun.tasks.supervised import cross_entropy
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_loss_and_gradient_are_those_of_cast_logits(dtype, smoothing):
+@pytest.mark.parametrize("ignored", [-100, 3])
+def test_loss_and_gradient_are_those_of_cast_logits(dtype, smoothing, ignored):
+    """And, within some 2^-24 of logarithms below 40, those of the formula in float64."""
     torch.manual_seed(0)
     logits = (5 * torch.randn(37, 101)).to(dtype)
     one, other = logits.clone().requires_grad_(), logits.clone().requires_grad_()
     labels = torch.randint(101, (37,))
-    expected = F.cross_entropy(one.float(), labels, label_smoothing=smoothing)
-    loss = cross_entropy(other, labels, torch.float32, smoothing)
+    labels[::5] = ignored
+    given = {"label_smoothing": smoothing, "ignore_index": ignored}
+    expected = F.cross_entropy(one.float(), labels, **given)
+    loss = cross_entropy(other, labels, torch.float32, smoothing, ignored)
+    surprise = -logits.double().log_softmax(1)[labels != ignored]
+    wanted = (1 - smoothing) * surprise[range(len(surprise)), labels[labels != ignored]]
+    wanted = wanted + smoothing * surprise.mean(1)
+    assert loss.item() == pytest.approx(wanted.mean().item(), abs=2**-18)
     for value in (expected, loss):
         value.backward(torch.tensor(1000.0))
     assert torch.equal(loss, expected) and loss.dtype == torch.float32

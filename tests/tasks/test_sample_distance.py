@@ -71,6 +71,30 @@ def test_every_direction_is_scipy_s_distance_of_the_projections():
     assert sliced_wasserstein(a, b, directions).item() == pytest.approx(expected, rel=1e-5)
 
 
+def test_a_distance_is_that_of_its_definition():
+    """Patches cut out one by one, float64 projections, scipy's distance on each direction."""
+    real, made = random(5, 2, 32, 32, seed=8), random(5, 2, 32, 32, seed=9) * 1.5 + 0.2
+    draw, corners = torch.Generator().manual_seed(2018), []
+    for places in (32 - 6, 16 - 6):
+        chosen = torch.randperm(places**2, generator=draw)[:64].tolist()
+        corners.append([divmod(place, places) for place in chosen])
+    directions = torch.randn(128, 2 * 49, generator=draw, dtype=torch.float64).numpy()
+    directions /= np.linalg.norm(directions, axis=1)[:, None]
+    expected, bands = [], (laplacian_pyramid(images.double(), 2) for images in (real, made))
+    for ours, theirs, own in zip(*bands, corners, strict=True):
+        a, b = (
+            np.stack([image[:, y : y + 7, x : x + 7] for image in band.numpy() for y, x in own])
+            for band in (ours, theirs)
+        )
+        mean, std = (of(a, (0, 2, 3), keepdims=True) for of in (np.mean, np.std))
+        a, b = (((patches - mean) / std).reshape(len(patches), -1) for patches in (a, b))
+        expected.append(np.mean([wasserstein_distance(a @ d, b @ d) for d in directions]))
+    own = SampleDistance(32, 2, "cpu")
+    # Products of 98 terms in FP32, against distances near 0.2.
+    assert own.by_level([real[:3], real[3:]], [made]) == pytest.approx(expected, rel=1e-5)
+    assert own([real], [made]) == pytest.approx(np.mean(expected), rel=1e-5)
+
+
 def test_the_pyramid_is_that_of_scipy_and_gives_the_images_back():
     images = random(2, 3, 32, 48, dtype=torch.float64)
     line = np.array([1, 4, 6, 4, 1]) / 16
