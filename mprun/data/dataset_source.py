@@ -87,7 +87,7 @@ class DatasetReader(Reader):
         """Return image 0; raise DataError if a second reading with the same state differs."""
         with kept_random_state():
             image, again = (self._item(0, _HASHED)[0] for _ in range(2))
-        if image.shape != again.shape or not torch.equal(image, again):
+        if not torch.equal(image, again):
             raise DataError(
                 f"{self.where}[0]: differs when it is read again; random augmentation must use the "
                 f"global generators of torch, NumPy or random, and a stream must start again"

@@ -27,7 +27,9 @@ def test_a_batch_takes_the_draws_of_its_positions():
     images = torch.randint(256, (50, 3, 32, 32), dtype=torch.uint8, generator=torch.manual_seed(1))
     crop = PaddedCrop(7, 50, 4, True, "cpu")
     whole = crop(images, 0, 0)
-    assert not torch.equal(crop(images, 1, 0), whole)
+    second = crop(images, 1, 0)
+    assert not torch.equal(second, whole)
+    assert torch.equal(PaddedCrop(7, 50, 4, True, "cpu")(images, 1, 0), second)  # after a resume
     for start in (40, 0, 10):
         assert torch.equal(crop(images[start : start + 10], 0, start), whole[start : start + 10])
 
