@@ -15,7 +15,7 @@ from mprun.comparison.looks import spent_alphas
 from mprun.comparison.rounds import Rounds, SweptArm
 from mprun.comparison.verdict import judge
 from mprun.errors import BadInput
-from mprun.record.seed_plan import SeedPlan
+from mprun.record.seed_plan import FEWEST, MOST, MOST_BY_DEFAULT, SEED_WORDS, SeedPlan
 
 from .made_runs import made_arm
 from .run_folders import compared, write_run
@@ -253,3 +253,5 @@ def test_a_plan_that_is_none_is_refused(given):
     with pytest.raises(ValueError, match=r"compare.plan=.*: must be \[first seed, seeds of"):
         SeedPlan.of(given)
     assert SeedPlan.of([4, 3, 5]).seeds == range(4, 9) and SeedPlan.of(None) is None
+    assert f"({MOST_BY_DEFAULT}; at most {MOST})" in SEED_WORDS["max_seeds"]
+    assert f"({FEWEST})" in SEED_WORDS["min_seeds"]

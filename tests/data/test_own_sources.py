@@ -130,6 +130,7 @@ GOOD = torch.zeros(2, 4, 5, dtype=torch.uint8)
     [
         (KeyError("x"), r"train\[11\]: KeyError: 'x' \(test_own_sources.py, line \d+\)"),
         (GOOD, r"train\[11\]: Tensor, must be \(image, label\)"),
+        ((GOOD, 1, 2), r"train\[11\]: tuple, must be \(image, label\)"),
         ((GOOD.numpy(), 1), r"train\[11\]: image is ndarray, must be a tensor"),
         ((GOOD[0], 1), r"train\[11\]: image is \[4, 5\], must be a tensor"),
         ((GOOD.long(), 1), r"train\[11\]: image of torch.int64"),
