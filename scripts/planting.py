@@ -42,8 +42,10 @@ class Loaded:
             old = function.__code__
             new = codes.get((old.co_qualname, old.co_firstlineno), [])
             if len(new) == 1 and new[0].co_freevars == old.co_freevars:
-                planted |= new[0] != old
                 function.__code__ = new[0]
+                # Of unchanged functions, too, the positions in the code may be others.
+                own = old.co_qualname.replace(".<locals>", "")
+                planted |= own == change.function or change.function.startswith(f"{own}.")
         return planted
 
 

@@ -49,6 +49,19 @@ def test_the_total(n):
 """
 
 
+METHODS = """
+def padded(a, b):
+    return -(-a // b) * b
+
+class Own(list):
+    def __len__(self):
+        return super().__len__()
+
+    def size(self):
+        return 1
+"""
+
+
 @pytest.fixture
 def mutations(monkeypatch):
     monkeypatch.syspath_prepend(str(SCRIPTS))
@@ -101,6 +114,25 @@ def test_a_value_is_changed_in_these_ways(mutations, text, others):
 def test_a_statement_is_changed_in_these_ways(mutations, text, others):
     found = mutations.changes(ast.parse(f"def f():\n    {text}"))
     assert [one.new for one in found] == others
+
+
+def test_a_change_that_cannot_be_planted_is_told(tmp_path, mutations):
+    """A method whose only super() is left out needs another closure, which it cannot be given."""
+    import planting
+
+    file = tmp_path / "mprun" / "one.py"
+    file.parent.mkdir()
+    file.write_text(METHODS)
+    names = {}
+    exec(compile(METHODS, str(file), "exec"), names)
+    found = mutations.changes(ast.parse(METHODS))
+    planted = {}
+    for place, change in enumerate(found):
+        if change.kind == "returned":
+            loaded = planting.Loaded(tmp_path)
+            planted[change.function] = loaded.plant("mprun/one.py", place)
+    assert planted == {"padded": True, "Own.__len__": False, "Own.size": True}
+    assert names["Own"]().size() is None
 
 
 def test_what_tests_see_of_generated_mutants(tmp_path):
