@@ -108,6 +108,13 @@ def test_no_try_fits_a_strip_so_its_middle_is_taken(width, height):
     assert {(top, left, bottom - top, right - left)} == expected
 
 
+@pytest.mark.parametrize(("width", "height"), SIDES)
+def test_a_box_reaches_every_edge(width, height):
+    lowest, highest = (np.array([0, edge, edge, 0, *[0, 0.5] * 10]) for edge in (0, 1 - 2.0**-53))
+    assert random_resized_box(width, height, lowest)[:2] == (0, 0)
+    assert random_resized_box(width, height, highest)[2:] == (width, height)
+
+
 def test_numbers_depend_on_seed_epoch_and_place_alone():
     whole = draws(5, 2, 0, 100)
     assert whole.shape == (100, DRAWS) and (whole >= 0).all() and (whole < 1).all()

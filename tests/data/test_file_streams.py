@@ -130,6 +130,7 @@ def test_evaluation_on_the_first_tokens(files):
     [
         ({"sequence_length": 0}, ValueError, "sequence_length=0"),
         ({"batch_size": 104}, ValueError, "their product is at most 103, the number of training"),
+        ({"batch_size": 26, "sequence_length": 4}, ValueError, "their product is at most 103"),
         ({"eval_tokens": 16}, DataError, "16 held-out tokens are too few"),
     ],
 )

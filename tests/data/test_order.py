@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mprun.data import permutation
-from mprun.data.source import EpochOrder, kept_random_state, rotation, seed_sample
+from mprun.data.source import EpochOrder, Reader, kept_random_state, rotation, seed_sample
 
 from ..helpers import raises_line
 
@@ -72,6 +72,8 @@ def test_epoch_order_drops_the_tail_and_wraps():
 
 
 def test_refusals():
+    held_out = type("HeldOut", (Reader,), {"read": None})(7, "x", 3, None)
+    assert [held_out.places(number) for number in range(3)] == [[0, 1, 2], [3, 4, 5], [6]]
     for make, says in (
         (lambda: permutation(-1, 0, 3), "non-negative"),
         (lambda: permutation(0, -1, 3), "non-negative"),
@@ -79,6 +81,8 @@ def test_refusals():
         (lambda: EpochOrder(0, 3, 0, CPU), "batch_size=0"),
         (lambda: EpochOrder(-2, 3, 1, CPU), "seed=-2"),
         (lambda: EpochOrder(0, 3, 1, CPU).indices(-1), "index=-1"),
+        (lambda: held_out.places(-1), "index=-1 is not allowed: 0 or more"),
+        (lambda: held_out.places(3), "index=3 is not allowed: below 3"),
     ):
         with raises_line(ValueError, says):
             make()

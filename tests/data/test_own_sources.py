@@ -1,6 +1,8 @@
 """DatasetSource and TokenSource: the user's data in the order and with the chances of mprun."""
 
+import hashlib
 import random
+import struct
 
 import numpy as np
 import pytest
@@ -67,6 +69,7 @@ def test_held_out_items_come_in_their_order_the_same_for_every_seed():
     assert [len(images) for images, _ in one] == [6, 1]
     seen = torch.cat([images[:, 0, 0, 0] for images, _ in one])
     assert seen.floor().tolist() == list(range(7)) and not torch.equal(seen, seen.floor())
+    assert source([(GOOD, 1)], Bytes(), batch_size=1).train_batch(2)[1].tolist() == [1]
     assert all(torch.equal(a[0], b[0]) for a, b in zip(one, other, strict=True))
 
 
@@ -181,6 +184,10 @@ def test_tokens_are_served_as_streams_whatever_their_integer_type():
     found = [tokens(ids.to(dtype), ids.to(dtype)) for dtype in (torch.uint8, torch.int64)]
     assert found[0].sha256 == found[1].sha256 != tokens(ids, ids[1:]).sha256
     assert found[0].sha256 != tokens(ids[1:], ids).sha256
+    other, bytes_of = ids.flip(0), "<40q"
+    content = struct.pack(bytes_of, *ids) + struct.pack(bytes_of, *other)
+    assert tokens(ids, other).sha256 == hashlib.sha256(b"40 40" + content).hexdigest()
+    assert found[0].vocab_size == found[0].description["vocab_size"] == 50
     inputs, targets = found[0].train_batch(0)
     assert inputs.dtype == torch.int64 and inputs.shape == targets.shape == (4, 2)
     assert torch.equal((inputs + 1) % 40, targets)  # a ring of consecutive numbers
@@ -198,7 +205,7 @@ def test_tokens_are_served_as_streams_whatever_their_integer_type():
         (torch.arange(40)[None], {}, "one dimension"),
         (list(range(40)), {}, "must be a tensor of integers"),
         (torch.arange(0), {}, "train_tokens: no token"),
-        (torch.arange(40), {"vocab_size": 1}, "vocab_size=1"),
+        (torch.arange(40), {"vocab_size": 1}, "vocab_size=1 is not allowed: 2 or more"),
     ],
 )
 def test_tokens_that_cannot_be_used(train, changes, wanted):

@@ -124,6 +124,10 @@ def test_synthetic_tokens():
     tokens, targets = source.train_batch(0)
     assert tokens.shape == targets.shape == (10, 4)
     assert source.samples_per_batch == 40
+    assert (source.description["name"], source.description["vocab_size"]) == (
+        "synthetic_tokens",
+        50,
+    )
     seen = torch.cat([source.train_batch(i)[0].flatten() for i in range(25)])
     # 1,000 uniform draws of 50: each 20 +- 4.4; five standard deviations.
     assert (torch.bincount(seen, minlength=50) - 20).abs().max() < 22
