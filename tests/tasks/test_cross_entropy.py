@@ -6,6 +6,8 @@ from torch.nn import functional as F
 
 from mprun.tasks.supervised import cross_entropy
 
+from ..helpers import TINY_LM
+
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
@@ -28,6 +30,13 @@ def test_loss_and_gradient_are_those_of_cast_logits(dtype, smoothing, ignored):
         value.backward(torch.tensor(1000.0))
     assert torch.equal(loss, expected) and loss.dtype == torch.float32
     assert torch.equal(one.grad, other.grad)
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "fp32"])
+def test_a_loss_in_16_bits_is_emulated_and_no_other(build_run, dtype):
+    words = [*TINY_LM, "precision=fp16_master", f"precision.loss_dtype={dtype}"]
+    task = build_run(*words).task
+    assert (task.watched() is task.forward_context) == (dtype == "fp16")
 
 
 @pytest.mark.gpu

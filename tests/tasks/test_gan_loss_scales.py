@@ -68,7 +68,7 @@ def test_which_scale_moves_and_who_skips(build_run, per, factors, expected):
     assert run.scales() == expected
     d_skips, g_skips = INF in factors[:2], factors[2] == INF
     assert (metrics["d_found_inf"], metrics["g_found_inf"]) == (d_skips, g_skips)
-    assert metrics["found_inf"] == 1
+    assert metrics["found_inf"] == 1 and metrics["loss_scale"] == metrics["d_loss_scale"]
     for name, skips in (("discriminator", d_skips), ("generator", g_skips)):
         learner = run.task.learners[name]
         pairs = zip(tree_leaves(before[name]), tree_leaves(learner.state_dict()), strict=True)

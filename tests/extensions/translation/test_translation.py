@@ -111,7 +111,11 @@ def test_bleu_is_of_the_held_out_sentences(build_run, monkeypatch):
     task = build_run(*SMALL).task
     targets = [target for _, target in task.data.eval_batches()]
     answers = iter([*targets, *(target[:, :3] for target in targets)])
-    monkeypatch.setattr(task.learner.model, "translate", lambda *_: next(answers))
+    monkeypatch.setattr(
+        task.learner.model, "translate", lambda _, most, *__: asked.append(most) or next(answers)
+    )
+    asked: list[int] = []
     whole, cut = task.evaluate()["bleu"], task.evaluate()["bleu"]
+    assert asked == 2 * [target.shape[1] for target in targets]
     assert any((target == 3).any() for target in targets)
     assert 95 < whole < 100 and cut == 0  # no 4-gram in three words
