@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from mprun.numerics.exponent_shares import ExponentCounts
@@ -22,6 +23,7 @@ from mprun.numerics.probe_record import (
     read_probe,
     write_probe,
 )
+from mprun.numerics.trace import Operation, name_of, operands
 from mprun.tasks import Classification
 
 from ..helpers import making, mixed
@@ -161,6 +163,36 @@ def test_masks_are_no_results():
     assert rows["masked_fill"].stats.counts.inf == 6 * 10
     assert rows["where"].stats.amax == 2
     assert not any(own.overflows for own in rows.values())
+
+
+class Calls(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = operands(Operation(func, name_of(func), args, kwargs or {}))
+        self.operands = [("r" * o.read + "w" * o.written + "0" * o.singular_at_zero) for o in found]
+        return func(*args, **(kwargs or {}))
+
+
+OPERANDS = {
+    "a.add_(b)": ["rw", "r"],
+    "a.copy_(b)": ["w", "r"],
+    "a.fill_(2.0)": ["w"],
+    "a.uniform_()": ["w"],
+    "torch.add(a, b, out=c)": ["r", "r", "w"],
+    "torch._foreach_add_([a, b], [b, c])": ["rw", "rw", "r", "r"],
+    "torch._foreach_copy_([a, b], [b, c])": ["w", "w", "r", "r"],
+    "a / b": ["r", "r0"],
+    "torch.addcdiv(a, b, c)": ["r", "r", "r0"],
+    "a.rsqrt()": ["r0"],
+    "a.exp()": ["r"],
+}
+
+
+@pytest.mark.parametrize("call", OPERANDS)
+def test_what_a_call_reads_writes_and_divides_by(call):
+    names = dict(zip("abc", torch.ones(3, 2).unbind(), strict=True)) | {"torch": torch}
+    with Calls() as calls:
+        eval(call, names)
+    assert calls.operands == OPERANDS[call]
 
 
 def stats(amax, **more):

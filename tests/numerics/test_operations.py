@@ -155,6 +155,10 @@ def test_calls_elements_and_flops_by_hand():
     assert rows["convolution_backward", "backward"]["flops"] == CONVOLUTION_FLOPS
     # Of the linear layer both.
     assert rows["mm", "backward"]["calls"] == 2
+    assert not any(name.startswith(("empty", "new_empty", "view")) for name, _ in rows)
+    # An update in place returns nothing: its elements are those of the weights.
+    weights = sum(own.numel() for own in ConvNet().parameters())
+    assert rows["_fused_sgd_", "update"]["elements"] == weights
     assert rows["mm", "backward"]["flops"] == 2 * LINEAR_FLOPS
 
 
@@ -259,6 +263,16 @@ def test_a_norm_that_overflowed_and_came_out_as_0_is_named(mode, norm, overflowe
     text = first.summary("cpu", whole=False, products={})
     assert ("overflowed to inf" in text) == bool(overflowed)
     assert all(name in text for name in overflowed)
+
+
+def test_an_overflow_of_a_gradient_is_none_of_the_forward_pass():
+    task = SmallTask("fp16_naive")
+    task.learners["model"].model.output.register_forward_hook(
+        lambda _, __, out: out.register_hook(lambda gradient: gradient * 1e30) and None
+    )
+    with FirstStep(task, task.policy, {}) as first:
+        task.train_step(0)
+    assert first.overflowed() == []
 
 
 class ByItself(ConvNet):

@@ -9,6 +9,7 @@ from mprun.numerics.post_mortem import (
     LAST,
     History,
     StepRow,
+    _steps,
     classify,
     explosion,
     nonfinite_metric,
@@ -158,6 +159,11 @@ def test_a_run_without_one_and_a_torn_one(tmp_path):
         (tmp_path / "numerics" / "post-mortem.json").write_text(text)
         with pytest.raises(Damaged):
             read_post_mortem(tmp_path)
+
+
+def test_a_sentence_names_five_steps():
+    assert (_steps([4]), _steps(["4", "5"])) == ("step 4", "steps 4, 5")
+    assert _steps(range(1, 8)) == "steps 1, 2, 3, 4, 5, ... 7"
 
 
 @pytest.mark.parametrize(
