@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mprun.numerics.failure import FailureKeeper, Kept
-from mprun.numerics.replay import Snapshot, size_of
+from mprun.numerics.replay import Snapshot, Steps, size_of
 from mprun.record import checkpoint
 from mprun.recording.metric_buffer import LATE, MetricBuffer
 
@@ -90,6 +90,17 @@ def test_nothing_is_settled_twice_or_without_a_copy(build_run):
     snapshot.settle(True, 1)
     snapshot.settle(True, 2)
     assert (snapshot.step, snapshot.skipped) == (3, 1)
+
+
+def test_a_replayed_step_tells_whether_its_update_was_skipped(build_run):
+    words = ["precision=fp16_master_scaled", "scaler=static", "scaler.scale=16"]
+    built = build_run(*LM, *words, "optim=sgd_plain")
+    steps = Steps(built, 0, 0)
+    row = steps.advance()
+    assert (row.step, row.loss_scale, row.found_inf, row.skipped) == (1, 16, False, 0)
+    set_weight(built, "output.bias", math.inf)
+    row = steps.advance()
+    assert (row.step, row.found_inf, row.skipped) == (2, True, 1)
 
 
 def keeper_of(built):
