@@ -195,7 +195,7 @@ class StepRunner:
         # It does not see compiled and replayed steps, which run no single operations.
         self.audit = Audit(task.forward_context, self._parameters)
         self._watched_at = 1  # the number of the next step that the audit watches
-        self.note: str | None = None  # what the audit has to say after the first step
+        self.notes: list[str] = []  # what the audit has to say after the first step
         self.modes = [*modes]
         self._present = self._newest = 0  # places in `modes`
 
@@ -217,7 +217,7 @@ class StepRunner:
         context = self.task.forward_context
         if place > self._newest:
             self._newest, context.earlier = place, before.rerouted()
-        self.audit, self.note = Audit(context, self._parameters), None
+        self.audit, self.notes = Audit(context, self._parameters), []
         self.audit.before = audit.result()
         self.taken, self._watched_at = 0, 1
         return self.modes[place]
@@ -243,7 +243,8 @@ class StepRunner:
             with self.audit.watching(step=True):
                 metrics = self._advance(self._take, index, measure)
             if self.taken == 1:
-                self.note = self.audit.check_happened()
+                said = self.audit.check_happened(), self.audit.what_stays()
+                self.notes = [line for line in said if line is not None]
             return metrics
         except Contradiction as error:
             raise MprunError(str(error)) from error

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
-from mprun.numerics.flops import PRODUCTS, RECURRENT, flops, recurrent_flops
 from mprun.numerics.state import named_learners, named_modules
 from mprun.numerics.trace import (
     UNWRITTEN,
@@ -23,6 +22,7 @@ from mprun.numerics.trace import (
 )
 from mprun.precision import PrecisionPolicy, read_math_flags
 from mprun.precision.block_formats import ELEMENTS
+from mprun.precision.flops import PRODUCTS, RECURRENT, recurrent_flops
 from mprun.precision.module_dtypes import Choice, chosen_dtypes, those_that_match
 from mprun.precision.policy import DTYPES, dtype_name
 from mprun.record.memory import ActivationMemory, memory_by_kind
@@ -189,7 +189,7 @@ class FirstStep(Collector):
                 dtype = self._dtype(name, operands, results, self._emulated() > emulated)
             # In-place operations on lists of tensors (the optimizer's) return nothing.
             changed = results or tensors_in(args[:1])
-            row = OperationRow(1, sum(t.numel() for t in changed), flops(operation))
+            row = OperationRow(1, sum(t.numel() for t in changed), operation.flops)
             with self._lock:
                 self._add(self._phase(), name, dtype, row)
                 if finite is not None:

@@ -15,6 +15,7 @@ from torch.autograd.graph import Node
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from mprun.numerics.state import named_modules
+from mprun.precision.flops import flops
 from mprun.prepared.nodes import leaves
 from mprun.torch_private import (
     DisableTorchFunction,
@@ -50,6 +51,10 @@ class Operation:
     args: tuple
     kwargs: dict[str, Any]
     result: Any = None
+
+    @property
+    def flops(self) -> int:
+        return flops(self.name, self.func, self.args, self.kwargs, self.result)
 
 
 class Collector:

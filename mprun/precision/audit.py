@@ -15,22 +15,36 @@ import torch
 from torch import Tensor
 
 from mprun.precision.emulated_operations import PRODUCTS
+from mprun.precision.flops import flops
 from mprun.precision.forward_context import ForwardContext
 from mprun.precision.policy import dtype_name, read_math_flags
 from mprun.precision.recurrent import LAYERS
+from mprun.precision.uncast import percent
 from mprun.torch_private import OpOverload, TorchDispatchMode, graph_task, schema_of, version_of
 
 FIRST = 3  # steps watched one after the other
 RARELY = 1000  # afterwards one step in this many
 _MANY = 0.1  # of a model's parameters; fewer may be tables that are added
+_NEARLY_ALL = 0.9  # of the multiply-adds; then nothing is said
+_NAMED = 3  # kinds of products in other dtypes
 _KINDS = ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
 _ATTENTION = [f"_scaled_dot_product_{kind}{end}" for kind in _KINDS for end in ("", "_backward")]
 _RECURRENT = [
     *("mkldnn_rnn_layer", "_thnn_fused_lstm_cell", "_cudnn_rnn", "_cudnn_rnn_backward"),
     *(layer.__name__ for layer in LAYERS),
 ]
+_LAYERS = "recurrent layers"  # whose multiply-adds are not known
 _SCALED = ("scaled_mm", "scaled_attention", "scaled_attention_backward")
 _WATCHED = frozenset([*PRODUCTS, *_SCALED, "mkldnn_linear", *_ATTENTION, *_RECURRENT])
+
+
+def _kind_of(name: str) -> str:
+    """Return the kind of a product by the name of its operation, for a person."""
+    if name in _RECURRENT:
+        return _LAYERS
+    if "conv" in name:
+        return "convolutions"
+    return "attention" if "attention" in name else "matrix products"
 
 
 class Contradiction(RuntimeError):
@@ -68,6 +82,8 @@ class Audit(TorchDispatchMode):
         self.forward_context, self.parameters = forward_context, parameters or {}
         # By (phase, dtype or name of a format).
         self.products: Counter[tuple[str, torch.dtype | str]] = Counter()
+        # Floating-point operations in modes that cast products, by dtype or format, and kind.
+        self.work: Counter[tuple[torch.dtype | str, str]] = Counter()
         # Places where tensors left the model beside its outputs, "module.attribute".
         self.left: set[str] = set()
         self.written: set[str] = set()  # names of parameters that a call of the model wrote to
@@ -87,6 +103,7 @@ class Audit(TorchDispatchMode):
         if torch.float16 in self._wanted:
             self._allowed.add(torch.complex32)
         self._versions: list[int] = []
+        self._has_told = False
 
     def __enter__(self) -> Self:
         self._versions = [version_of(own) for own in self.parameters.values()]
@@ -100,12 +117,13 @@ class Audit(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        kwargs = kwargs or {}
         name = schema_of(func).name.rpartition("::")[2]
         if name.removesuffix("_") in _WATCHED:
             tensors = [arg for arg in args if isinstance(arg, Tensor)]
             if name in PRODUCTS and not all(own.numel() for own in tensors[:3]):
                 self.saw_empty = True
-                return func(*args, **(kwargs or {}))
+                return func(*args, **kwargs)
             dtypes = [own.dtype for own in tensors]
             dtype = next((d for d in dtypes if d.is_floating_point or d.is_complex), None)
             if dtype is not None:
@@ -119,7 +137,11 @@ class Audit(TorchDispatchMode):
                 # Of casts a GPU may multiply decoded numbers, in a dtype of their own.
                 if dtype not in self._allowed and is_own and formats is None:
                     self._refuse(name, dtype)
-        return func(*args, **(kwargs or {}))
+                if self.forward_context.policy.matmul is not None:
+                    found = func(*args, **kwargs)
+                    self.work[kind, _kind_of(name)] += flops(name, func, args, kwargs, found)
+                    return found
+        return func(*args, **kwargs)
 
     @contextmanager
     def watching(self, *, step: bool = False) -> Iterator[None]:
@@ -136,7 +158,9 @@ class Audit(TorchDispatchMode):
             else:
                 stack.enter_context(self)
             yield
-        self.products.update(self.forward_context.recurrent_layers() - before)
+        recurrent = self.forward_context.recurrent_layers() - before
+        self.products.update(recurrent)
+        self.work.update({(dtype, _LAYERS): 0 for _, dtype in recurrent})
         self.watched += 1
 
     def check_happened(self) -> str | None:
@@ -163,6 +187,30 @@ class Audit(TorchDispatchMode):
         if not forward_context.overridden:
             raise Contradiction(f"{what}; there is nothing to compare")
         return f"{what}, because of overrides; this arm is a control"
+
+    def what_stays(self) -> str | None:
+        """Return a line, once, if operands of less than nine tenths of the multiply-adds were cast.
+
+        It counts those of the blocks watched so far, in both passes.
+        """
+        products, total = self.forward_context.policy.matmul, self.work.total()
+        if products is None or not total or self._has_told:
+            return None
+        self._has_told = True
+        formats = {own.name for own in products.formats}
+        stay = Counter({key: n for key, n in self.work.items() if n and key[0] not in formats})
+        cast = total - stay.total()
+        if cast >= _NEARLY_ALL * total:
+            return None
+        others = ", ".join(
+            f"{kind} in {self._name(dtype)} {percent(n, total)}"
+            for (dtype, kind), n in stay.most_common(_NAMED)
+        )
+        beside = " outside of recurrent layers" if any(k == _LAYERS for _, k in self.work) else ""
+        return (
+            f"{self.forward_context.policy.name} casts {percent(cast, total)} of the multiply-adds"
+            f"{beside}; others: {others}"
+        )
 
     def _unused(self, found: Mapping[str, Any]) -> str | None:
         """Return the part of the mode that no product of `found` ran in, or None."""

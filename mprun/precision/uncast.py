@@ -68,13 +68,14 @@ def what_stays(model: nn.Module, policy: PrecisionPolicy, chosen: Chosen) -> str
         return None
     [((alike, kind), size)] = sizes.most_common(1)
     first, *others = left[alike, kind]
-    stays = f"{alike if others else first} ({_percent(size, total)})"
+    stays = f"{alike if others else first} ({percent(size, total)})"
     return (
-        f"{policy.name} casts the products of {_percent(cast, total)} of the weights; {stays} "
+        f"{policy.name} casts the products of {percent(cast, total)} of the weights; {stays} "
         f"{'stay' if others else 'stays'} in {DTYPE_NAMES[kind.dtype]}: {kind.why}"
     )
 
 
-def _percent(part: int, whole: int) -> str:
+def percent(part: int, whole: int) -> str:
+    """Return a share as text, "31 %"."""
     share = 100 * part / whole
     return f"{share:.0f} %" if share >= 1 or not part else f"{share:.1g} %"

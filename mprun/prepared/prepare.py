@@ -15,13 +15,11 @@ computation of a call, steps.py that of a step.
 from __future__ import annotations
 
 import gc
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict, TypeVar, Unpack, overload
 
 import torch
 from torch import nn
-from torch.distributed import get_rank
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -52,10 +50,10 @@ from mprun.prepared.prepared_model import PreparedModel
 from mprun.prepared.scaling import Scaling
 from mprun.prepared.shards import (
     FSDP1,
-    are_several,
     is_fsdp1,
     is_sharded,
     keeps_half,
+    say,
     why_not_sharded,
 )
 from mprun.torch_private import UNCOMPILED, look_again
@@ -164,9 +162,7 @@ def prepare(
     pin_products(policy.fp32_math)
     forward_context = ForwardContext(policy, device, native=native, overrides=dtypes.values())
     for one, overrides in own:
-        if (stays := PreparedModel(one, forward_context, scale, overrides).stays) is not None:
-            if not are_several() or get_rank() == 0:
-                print(f"mprun: {stays}", file=sys.stderr)
+        say(PreparedModel(one, forward_context, scale, overrides).stays)
     for part in {part for one in given for part in one.modules()}:
         look_again(part)
     install_hooks()
@@ -218,8 +214,7 @@ def switch(
     context = ForwardContext(policy, before.device, native=before.native, overrides=dtypes)
     for own in found:
         own.switch(context)
-        if own.stays is not None and (not are_several() or get_rank() == 0):
-            print(f"mprun: {own.stays}", file=sys.stderr)
+        say(own.stays)
     for part in {part for one in given for part in one.modules()}:
         look_again(part)
 

@@ -8,6 +8,7 @@ agree on what one of them alone cannot know: whether all gradients are finite, t
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
@@ -33,6 +34,12 @@ FSDP1 = (
 def are_several() -> bool:
     """Return whether this process is one of several that train together."""
     return is_available() and is_initialized() and get_world_size() > 1
+
+
+def say(line: str | None) -> None:
+    """Print a line, if there is one, to stderr: the first process alone."""
+    if line is not None and (not are_several() or get_rank() == 0):
+        print(f"mprun: {line}", file=sys.stderr)
 
 
 def is_sharded(module: nn.Module) -> bool:

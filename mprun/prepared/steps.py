@@ -34,6 +34,7 @@ from mprun.prepared.kept_state import KeptState
 from mprun.prepared.passes import Passes, note_step
 from mprun.prepared.prepared_model import PreparedModel
 from mprun.prepared.scaling import Scaling, check_finite, repeated, scalings
+from mprun.prepared.shards import say
 from mprun.torch_private import (
     OF_OPTIMIZERS,
     SCALES_ITSELF,
@@ -283,6 +284,7 @@ class OptimizerSteps:
             for model in self._concerned:
                 if model.calls and (note := model.audit.check_happened()) is not None:
                     warnings.warn(note, stacklevel=2)
+                say(model.audit.what_stays())
             # An empty batch says nothing.
             self._is_checked = any(model.audit.products for model in self._concerned)
 

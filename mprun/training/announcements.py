@@ -134,9 +134,7 @@ def notes(config: RunConfig, built: Built) -> Iterator[str]:
         )
     if why := built.policy.stuck(asdict(optim)):
         yield f"optim.{why}"
-    for learner in built.task.learners.values():
-        if learner.prepared.stays is not None:
-            yield learner.prepared.stays
+    yield from what_stays(built.task)
     half = policy.autocast_dtype or policy.param_dtype
     if scaler.kind != "none" and {half, *policy.overrides.values()} == {"fp32"}:
         yield (
@@ -153,6 +151,12 @@ def notes(config: RunConfig, built: Built) -> Iterator[str]:
             f"model.sampled_softmax={candidates}: the data have only {text.vocab_size} words, so "
             "this is the full softmax"
         )
+
+
+def what_stays(task: Any) -> list[str]:
+    """Return a line for each network of which a mode of products casts few weights."""
+    found = (learner.prepared.stays for learner in task.learners.values())
+    return [line for line in found if line is not None]
 
 
 def data_bound(source: Source, share: float | None, seconds: float) -> str | None:

@@ -33,7 +33,7 @@ from mprun.record.run_directory import Heartbeat
 from mprun.record.run_record import OUTCOMES, Outcome, product_shares
 from mprun.recording.metric_buffer import MetricBuffer
 from mprun.recording.records import Records
-from mprun.training.announcements import say
+from mprun.training.announcements import say, what_stays
 from mprun.training.signals import Interruption, Stopped
 
 
@@ -203,6 +203,8 @@ class Loop:
         if (entered := self.built.stepper.follow(index)) is not None:
             self.switched(index + 1, entered.name)
             self.logger.progress.note(f"precision {entered.name} from step {index + 1} on")
+            for line in what_stays(self.built.task):
+                self.logger.progress.note(f"NOTE {line}")
         take = self.built.stepper.step
         if index == self.start:
             take = partial(self._left_at_once, self._first_step)
@@ -213,6 +215,8 @@ class Loop:
             metrics = self.probing.watch(index + 1, index, partial(take, index, measure))
         else:
             metrics = take(index, measure)
+        while self.built.stepper.notes:
+            self.logger.progress.note(f"  NOTE     {self.built.stepper.notes.pop(0)}")
         self.buffer.add(index + 1, metrics)
         self.outcome.step = index + 1
         self.logger.progress.count(index + 1)
@@ -410,6 +414,4 @@ class Loop:
         self.outcome.first_step = self.outcome.first_step or first.record()
         products = product_shares({"products": built.stepper.audit.counts()})
         self.logger.progress.note(first.summary(built.device.type, self.config.verbose, products))
-        if built.stepper.note is not None:
-            self.logger.progress.note(f"  NOTE     {built.stepper.note}")
         return metrics

@@ -113,7 +113,7 @@ def test_watched_steps_compute_the_same_bits(build_run, task, mode):
     assert_same_bits(plain.task.state_dict(), built.task.state_dict())
     assert built.stepper.audit.watched == 3 and built.stepper.audit.products
     assert plain.stepper.audit.watched == 0
-    assert built.stepper.note is None
+    assert not built.stepper.notes
 
 
 def test_one_step_in_a_thousand_is_watched_after_the_first_three(build_run):

@@ -192,15 +192,18 @@ def test_one_product_alone_may_change(build_run):
     """The forward product is left to BF16: from then on only the backward ones cast."""
     to = "{matmul: {high_precision: [output]}}"
     built = build_run(*TINY_GPT, "precision=mxfp8", switch(3, to), "train.steps=6")
-    counts = []
+    counts, said = [], []
     for index in range(6):
         built.stepper.step(index)
+        said += [(index, line) for line in built.stepper.notes]
+        built.stepper.notes.clear()
         counts.append(dict(built.stepper.audit.products))
     of_first, of_second = counts[2], counts[5]
     layers = of_first["forward", "e4m3"] // 3
     assert layers > 0 and ("forward", "e4m3") not in of_second
     assert of_second["backward", "e4m3"] == of_first["backward", "e4m3"]
     assert of_second["forward", torch.bfloat16] == of_first["forward", torch.bfloat16] + 3 * layers
+    assert [index for index, _ in said][-1] == 3 and "of the multiply-adds" in said[-1][1]
 
 
 def test_a_product_in_another_dtype_is_a_contradiction_of_the_mode_in_force(build_run):

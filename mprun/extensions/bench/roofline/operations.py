@@ -13,8 +13,8 @@ from math import prod
 import torch
 from torch import Tensor
 
-from mprun.numerics.flops import convolution_flops, flops
 from mprun.numerics.trace import UNWRITTEN, Operation, operands, tensors_in
+from mprun.precision.flops import convolution_flops
 
 # (kind, FLOPs, bytes) of one kernel
 Cost = tuple[str, int, int]
@@ -104,7 +104,7 @@ def costs(operation: Operation) -> Iterator[Cost]:
     read = [one.tensor for one in given if one.read and name not in _SHAPED_AFTER]
     in_place = [one.tensor for one in given if one.written]
     size = _total(read, in_place or operation.result)
-    yield _KINDS.get(name, name), flops(operation), size
+    yield _KINDS.get(name, name), operation.flops, size
 
 
 def _total(*trees: object) -> int:
@@ -113,7 +113,7 @@ def _total(*trees: object) -> int:
 
 def _convolution(call: Operation) -> Iterator[Cost]:
     inputs, weight, bias, *_ = call.args
-    yield "convolution", flops(call), _total(inputs, weight, call.result)
+    yield "convolution", call.flops, _total(inputs, weight, call.result)
     if bias is not None:
         # ATen/native/Convolution.cpp adds the bias in place, after cuDNN.
         yield "convolution bias", 0, 2 * _total(call.result) + _total(bias)
@@ -148,11 +148,11 @@ def _scaled_product(call: Operation) -> Iterator[Cost]:
     a, b, *_, decoded = call.args
     if decoded is None:
         form = "int8" if a.dtype is torch.int8 else "fp8"
-        yield f"{form} product", flops(call), _total(call.args[:4], call.result)
+        yield f"{form} product", call.flops, _total(call.args[:4], call.result)
         return
     operands = (a.numel() + b.numel()) * decoded.itemsize
     # Its sums leave the kernel in FP32.
-    yield "matrix product", flops(call), operands + 4 * call.result.numel()
+    yield "matrix product", call.flops, operands + 4 * call.result.numel()
     if call.result.element_size() < 4:
         yield "cast", 0, 4 * call.result.numel() + _total(call.result)
 
@@ -182,10 +182,10 @@ _SPECIAL: dict[str, Callable[[Operation], Iterable[Cost]]] = {
     "native_batch_norm_backward": _batch_norm_backward,
     "scaled_mm": _scaled_product,
     "_scaled_dot_product_flash_attention_for_cpu": lambda call: [
-        ("attention", flops(call), _total(call.args[:3], call.result[0]))
+        ("attention", call.flops, _total(call.args[:3], call.result[0]))
     ],
     "_scaled_dot_product_flash_attention_for_cpu_backward": lambda call: [
-        ("attention backward", flops(call), _total(call.args[:5], call.result))
+        ("attention backward", call.flops, _total(call.args[:5], call.result))
     ],
     "embedding": _rows_read,
     "index_select": _rows_read,

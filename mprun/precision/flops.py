@@ -1,20 +1,19 @@
 """Floating-point operations of matrix products, convolutions, attention and recurrent layers."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
-from mprun.numerics.trace import Operation
-from mprun.torch_private import schema_of
+from mprun.torch_private import OpOverload, schema_of
 
 # One call is a whole recurrent layer; the first three are the emulated ones.
 RECURRENT = frozenset(
     "lstm gru rnn _cudnn_rnn _cudnn_rnn_backward mkldnn_rnn_layer mkldnn_rnn_layer_backward "
     "miopen_rnn miopen_rnn_backward".split()
 )
-_LEFT_FIRST = frozenset("mm bmm linear scaled_mm _scaled_mm".split())
+_LEFT_FIRST = frozenset("mm bmm linear mkldnn_linear scaled_mm _scaled_mm".split())
 _MATRIX = _LEFT_FIRST.union("addmm baddbmm addmm_ baddbmm_ _addmm_activation".split())
 _CONVOLUTION, _CONVOLUTION_BACKWARD = (
     (f"convolution{ending}", f"convolution{ending}_overrideable") for ending in ("", "_backward")
@@ -31,25 +30,26 @@ _ATTENTION = frozenset(
 PRODUCTS = _MATRIX.union(_CONVOLUTION, _CONVOLUTION_BACKWARD, _OTHERS, _ATTENTION, RECURRENT)
 
 
-def flops(operation: Operation) -> int:
-    """Return the floating-point operations of one call, 2 for a multiplication and addition.
+def flops(
+    name: str, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
+) -> int:
+    """Return the floating-point operations of a call of `name`, 2 for a multiply-add.
 
     It counts matrix products, convolutions and attention (`attention_flops`) with their gradients,
     and 0 for everything else (recurrent layers: `recurrent_flops`).
     """
-    name, args, result = operation.name, operation.args, operation.result
     if name in _MATRIX:
         left = args[0] if name in _LEFT_FIRST else args[1]
         return 2 * result.numel() * left.shape[-1]
     if name in _CONVOLUTION:
         return convolution_flops(result, args[0], args[1], transposed=args[6])
     if name in _CONVOLUTION_BACKWARD:
-        mask = operation.kwargs.get("output_mask", args[-1])
+        mask = kwargs.get("output_mask", args[-1])
         one = convolution_flops(args[0], args[1], args[2], transposed=args[7])
         return one * (bool(mask[0]) + bool(mask[1]))
     if name in _ATTENTION:
-        order = [argument.name for argument in schema_of(operation.func).arguments]
-        given = dict(zip(order, args, strict=False)) | operation.kwargs
+        order = [argument.name for argument in schema_of(func).arguments]
+        given = dict(zip(order, args, strict=False)) | {**kwargs}
         causal = bool(given.get("is_causal"))
         if "backward" in name:  # scores again; gradients of values, weights, queries and keys
             return attention_flops(args[1:4], 3, 2, causal=causal)
