@@ -27,6 +27,12 @@ class OwnWeight(NamedTuple):
     caller: str
     tensor: Tensor
 
+    def matrices(self, name: str) -> list[str]:
+        """Return a name for each of its matrices: that of the parameter, numbered if several."""
+        if self.tensor.dim() == 2:
+            return [name]
+        return [f"{name}.{number}" for number in range(len(self.tensor))]
+
 
 def own_weights(model: nn.Module, linears: Iterable[str]) -> dict[str, OwnWeight]:
     """Return name -> matrix, or matrices of experts, that is no weight of a layer of torch's, of

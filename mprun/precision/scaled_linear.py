@@ -1,7 +1,7 @@
 """The linear layers whose products are `scaled_products`: which they are, and their two passes."""
 
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
@@ -25,7 +25,7 @@ from mprun.precision.scaled_products import (
     dequantized,
     product,
 )
-from mprun.precision.weight_products import Multiply, noting, with_weights
+from mprun.precision.weight_products import KEPT_OF_WEIGHTS, Multiply, noting, with_weights
 from mprun.torch_private import holds_codes
 
 
@@ -114,18 +114,23 @@ def _forward(
     weight = module.weight if table is None else table.to(x.dtype)
     bias: Tensor | None = getattr(module, "bias", None)
     assert isinstance(weight, Tensor)
-    return _product(module, plan, counted_by, x, weight, bias)
+    return _product(module, plan, counted_by, x, weight, bias, getattr(module, KEPT, None))
 
 
 def _product(
-    module: nn.Module, plan: Plan, counted_by: int, x: Tensor, weight: Tensor, bias: Tensor | None
+    module: nn.Module,
+    plan: Plan,
+    counted_by: int,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    kept: Tensor | None,
 ) -> Tensor:
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
         x, weight = x.to(dtype), weight.to(dtype)
     if not x.numel():  # no largest magnitude; the product has no rows, its gradients are zeros
         return nn.functional.linear(x, weight, None if bias is None else bias.to(x.dtype))
-    kept: Tensor | None = getattr(module, KEPT, None)
     if kept is not None and not (module.training or torch.is_grad_enabled()):
         kept = kept.clone()  # an evaluation leaves the scales alone
     found: Tensor = _Linear.apply(x, weight, plan, kept, counted_by)
@@ -148,7 +153,7 @@ def install(
     """
     names, weights = chosen_products(model, products, chosen, mode)
     is_kept = SCALES[products.scale].is_kept
-    delayed = _delayed(model, products, names) if is_kept and names else None
+    delayed = _delayed(model, products, names, weights) if is_kept else None
     device, number = next(model.parameters()).device, 0 if calls is None else calls.number
     inside: dict[str, list[tuple[nn.Module, str, Multiply]]] = {}
     total, unmet = sum(own.numel() for own in model.parameters()), {} if unmet is None else unmet
@@ -157,6 +162,8 @@ def install(
         unmet[name] = own.tensor.numel() / total
         multiply = partial(noting, unmet, name, partial(_product, owner, plan, number))
         inside.setdefault(own.caller, []).append((owner, own.key, multiply))
+        if delayed is not None:
+            _keep(owner, own.key, [delayed.layers[one] for one in own.matrices(name)])
     for name in names:
         module = model.get_submodule(name)
         plan = products.plan(name, device)
@@ -167,6 +174,8 @@ def install(
         else:
             multiply = partial(_product, module, plan, number)
             inside.setdefault(name, []).append((module, "weight", multiply))
+            if delayed is not None:
+                _keep(module, "weight", [delayed.layers[name]])
         if delayed is not None:
             module.__dict__[KEPT] = delayed.layers[name]
     for name, held in inside.items():
@@ -175,13 +184,23 @@ def install(
     return delayed
 
 
-def _delayed(model: nn.Module, products: ScaledProducts, names: Sequence[str]) -> DelayedScaling:
+def _keep(owner: nn.Module, key: str, kept: Sequence[Tensor]) -> None:
+    owner.__dict__[KEPT_OF_WEIGHTS] = {**getattr(owner, KEPT_OF_WEIGHTS, {}), key: kept}
+
+
+def _delayed(
+    model: nn.Module,
+    products: ScaledProducts,
+    layers: Sequence[str],
+    weights: Mapping[str, OwnWeight],
+) -> DelayedScaling | None:
     plain = (0, 0), products.scale, products.scale_rounding, False, False
     pairs = (pair for pair in products.plan()[:3] if pair is not None)
     if any(own != Operand(own.element, *plain, place=own.place) for p in pairs for own in p):
         must = "granularity=tensor, e4m3 or e5m2 to nearest, nothing turned"
         raise ValueError(f"precision.matmul.scale={products.scale}: needs {must}")
-    return DelayedScaling(names, products, next(model.parameters()).device)
+    names = [*layers, *(one for name, own in weights.items() for one in own.matrices(name))]
+    return DelayedScaling(names, products, next(model.parameters()).device) if names else None
 
 
 def _is_linear(module: nn.Module) -> bool:
@@ -219,13 +238,13 @@ def chosen_products(
     of numbered blocks, rounded up: "blocks.11" is one. A pattern with a wildcard leaves out the
     `marked_outputs`; without any, the last module of the network, if it is linear. It leaves out
     `routers`, too, unless it matches nothing else. ValueError if a pattern matches none, or none
-    is left; overrides may leave none. Weights of modules have no history for scale delayed.
+    is left; overrides may leave none.
 
     chosen: names of modules with a dtype of their own. mode: its name, if an error is to name it.
     """
     key, formats = "precision.matmul.modules", "/".join(f.name.upper() for f in products.formats)
     linears = linear_layers(model)
-    weights = {} if SCALES[products.scale].is_kept else own_weights(model, linears)
+    weights = own_weights(model, linears)
     names = _in_order(model, linears, weights)
     if not names:
         asked = f"precision={mode}: " if mode else ""

@@ -20,10 +20,13 @@ from torch.compiler import is_dynamo_compiling
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from mprun.torch_private import base_of_view, grouped_mm
+from mprun.torch_private import base_of_view, grouped_mm, storage_key
 
-# The product of a linear layer: x [..., in], weight [out, in], bias.
-Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+# The product of a linear layer: x [..., in], weight [out, in], bias; and what `delayed_scaling`
+# keeps of this matrix of the parameter.
+Multiply = Callable[[Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
+# Attribute of a module: name of a parameter -> the latter, of each of its matrices.
+KEPT_OF_WEIGHTS = "_mprun_kept_of_weights"
 
 _NAMES = """transpose t permute swapaxes swapdims movedim adjoint select narrow index_select unbind
 chunk split squeeze unsqueeze flatten unflatten reshape detach"""
@@ -52,20 +55,37 @@ _ADDED: dict[Any, tuple[str, str, str]] = {
 }
 
 
-# Name of the parameter, input, weight and result of each product that a mode of products computes.
-Observer = Callable[[str, Tensor, Tensor, Tensor], None]
+# What is kept, name of the parameter, input, weight and result of each product of such a mode.
+Observer = Callable[[Tensor | None, str, Tensor, Tensor, Tensor], None]
 observer: Observer | None = None
 
 
 class _Weight(NamedTuple):
     """A tensor that was made of a parameter.
 
-    whole, experts: of one that a tensor of numbers has picked, [n, ...], what it was picked from.
+    base: the parameter, or a copy of it with as many matrices. kept: see `KEPT_OF_WEIGHTS`. whole,
+    experts: of one that a tensor of numbers has picked, [n, ...], what it was picked from.
     """
 
     multiply: Multiply
+    base: Tensor
+    kept: Sequence[Tensor] | None = None
     whole: Tensor | None = None
     experts: Tensor | None = None
+
+    @property
+    def is_numbered(self) -> bool:
+        """Return whether each of its matrices has numbers of its own."""
+        return self.kept is not None and len(self.kept) > 1
+
+    def times(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, at: int = 0) -> Tensor:
+        """Multiply by a matrix of the parameter; at: its number, if it is a copy."""
+        if self.kept is None:
+            return self.multiply(x, weight, bias, None)
+        if self.is_numbered and _share_memory(weight, self.base):
+            offset = weight.storage_offset() - self.base.storage_offset()
+            at = int(offset // self.base.stride(0))
+        return self.multiply(x, weight, bias, self.kept[at])
 
 
 def with_weights(
@@ -75,8 +95,11 @@ def with_weights(
     **kwargs: Any,
 ) -> Any:
     """Call `forward`, in which products with these parameters are computed by their `Multiply`."""
-    held = ((getattr(owner, name, None), multiply) for owner, name, multiply in weights)
-    known = {own: _Weight(multiply) for own, multiply in held if own is not None}
+    known = {}
+    for owner, name, multiply in weights:
+        if (own := getattr(owner, name, None)) is not None:
+            kept = getattr(owner, KEPT_OF_WEIGHTS, {}).get(name)
+            known[own] = _Weight(multiply, own, kept)
     with _Products(known):
         return forward(*args, **kwargs)
 
@@ -88,13 +111,14 @@ def noting(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
+    kept: Tensor | None,
 ) -> Tensor:
     """Multiply, and note that a product has met the parameter `name`."""
-    found = multiply(x, weight, bias)
+    found = multiply(x, weight, bias, kept)
     if not is_dynamo_compiling():
         unmet.pop(name, None)
         if observer is not None:
-            observer(name, x, weight, found)
+            observer(kept, name, x, weight, found)
     return found
 
 
@@ -138,6 +162,7 @@ class _Products(TorchFunctionMode):
     def _seen(self, own: _Weight, func: Any, args: Any, kwargs: Any) -> Any:
         """Follow a weight through a view."""
         weight, found = args[0], func(*args, **kwargs)
+        is_several = not isinstance(found, Tensor)
         experts = None
         if func is Tensor.__getitem__:
             experts = args[1]
@@ -145,12 +170,13 @@ class _Products(TorchFunctionMode):
             _, dim, experts = _named(("input", "dim", "index"), args, kwargs)
             experts = experts if dim == 0 else None
         if weight.dim() == 3 and own.experts is None and _are_numbers(experts):
-            own = _Weight(own.multiply, weight, experts)
+            own = own._replace(whole=weight, experts=experts)
         elif own.experts is not None and func is not Tensor.contiguous:
             if func not in _TURNS or found.shape[0] != weight.shape[0]:
                 return found  # some of the copies, which have no bits of an expert's layer
             own = own._replace(whole=func(own.whole, *args[1:], **kwargs))
-        is_several = not isinstance(found, Tensor)
+        elif own.is_numbered and not is_several and len(found) == len(own.base):
+            own = own if _share_memory(found, own.base) else own._replace(base=found)
         parts = [*found] if is_several else [found]
         for part in parts:
             if part.dtype is weight.dtype:
@@ -161,7 +187,7 @@ class _Products(TorchFunctionMode):
         own = self._of(weight)
         if own is None or weight.dim() != 2:
             return None
-        return own.multiply(x, weight, bias)
+        return own.times(x, weight, bias)
 
     def _matmul(self, left: Any, right: Any) -> Tensor | None:
         own, other = self._of(left), self._of(right)
@@ -261,6 +287,11 @@ def _named(names: Sequence[str], args: Sequence[Any], kwargs: Any) -> list[Any]:
     return [*args, *(kwargs[name] for name in names[len(args) :] if name in kwargs)]
 
 
+def _share_memory(one: Tensor, other: Tensor) -> bool:
+    """Return whether both are views of one memory; a compiler's graph breaks here."""
+    return storage_key(one) == storage_key(other)
+
+
 def _are_numbers(index: Any) -> bool:
     """Return whether an index picks an expert for each row: integers in one dimension."""
     is_tensor = isinstance(index, Tensor) and index.dim() == 1
@@ -273,17 +304,17 @@ def _times(own: _Weight, x: Tensor, weight: Tensor, turned: bool = False) -> Ten
     turned: the weight is the transposed one of `own`.
     """
     if weight.dim() == 2:
-        return own.multiply(x, weight, None)
+        return own.times(x, weight)
     if own.experts is not None:
         return _picked(own, x, turned)
     if len(weight) == 1 or x.dim() < 3:
-        parts = [own.multiply(x, one, None) for one in weight.unbind(0)]
+        parts = [own.times(x, one, at=at) for at, one in enumerate(weight.unbind(0))]
         return parts[0] if x.dim() > 2 else torch.stack(parts)
     if x.size(-3) not in (1, len(weight)):
         return None
     rows = x.unbind(-3) if x.size(-3) > 1 else [x.select(-3, 0)] * len(weight)
     pairs = zip(rows, weight.unbind(0), strict=True)
-    return torch.stack([own.multiply(row, one, None) for row, one in pairs], -3)
+    return torch.stack([own.times(row, one, at=at) for at, (row, one) in enumerate(pairs)], -3)
 
 
 def _in_groups(own: _Weight, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
@@ -292,8 +323,8 @@ def _in_groups(own: _Weight, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     It waits for the device, which alone knows the ends.
     """
     last, found = 0, []
-    for end, one in zip(ends.tolist(), weight.unbind(0), strict=True):
-        found.append(own.multiply(x[last:end], one, None))
+    for at, (end, one) in enumerate(zip(ends.tolist(), weight.unbind(0), strict=True)):
+        found.append(own.times(x[last:end], one, at=at))
         last = end
     found.append(found[0].new_zeros(len(x) - last, *found[0].shape[1:]))
     return torch.cat(found)

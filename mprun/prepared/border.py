@@ -24,6 +24,7 @@ from torch.jit import is_tracing
 
 from mprun.precision.audit import is_due
 from mprun.precision.scaled_linear import KEPT
+from mprun.precision.weight_products import KEPT_OF_WEIGHTS
 from mprun.prepared.containers import each_tensor
 from mprun.prepared.nodes import Owner, make_nodes, mark
 from mprun.prepared.shards import is_of_shards, is_sharded
@@ -38,7 +39,8 @@ from mprun.torch_private import (
     uncompiled,
 )
 
-OWN = ("forward", "__getstate__", "__deepcopy__", REPLICATE, KEPT)  # attributes that modules get
+# Attributes that modules get.
+OWN = ("forward", "__getstate__", "__deepcopy__", REPLICATE, KEPT, KEPT_OF_WEIGHTS)
 # Attributes of modules that are no places of the user's.
 _NO_PLACES = frozenset([*nn.Module().__dict__, *OWN, FLAT_WEIGHTS, FLAT_WEIGHT_REFS])
 

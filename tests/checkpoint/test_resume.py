@@ -74,6 +74,7 @@ CASES = [
     for mode in ((*MODES, *IN_BLOCKS) if model == "gpt" else OF_ANY_NETWORK)
     if mode != "tf32"  # which a CPU does not have
 ]
+CASES.append(("gpt_moe", "fp8_delayed"))  # a history of each expert
 QUICK = [("lstm_lm", "amp"), ("dcgan", "bf16_stochastic")]
 # A scale that overflows FP16 at first and grows again every third clean step: the checkpoint
 # falls between two growths, and skipped updates lie on both sides of it.

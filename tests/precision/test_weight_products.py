@@ -137,6 +137,67 @@ def test_an_expert_is_a_linear_layer(mode, how, dtype):
     assert sum(calls.values()) == 3 * 2 * 3
 
 
+class Copied(Experts):
+    """Experts whose parameters `forward` copies, as `view` says, before it takes each."""
+
+    def __init__(self, view):
+        super().__init__("loop")
+        self.view = view
+
+    def forward(self, x, chosen):
+        gate_up, down = self.view(self.gate_up_proj), self.view(self.down_proj)
+        found = []
+        for expert in chosen.unique():
+            gate, up = F.linear(x[chosen == expert], gate_up[expert]).chunk(2, -1)
+            found.append(F.linear(F.silu(gate) * up, down[expert]))
+        return torch.cat(found)
+
+
+@pytest.mark.parametrize("how", ["loop", "grouped", "picked"])
+def test_each_expert_has_a_history_of_scales(how):
+    """Numbers grow past the scale from update to update; expert 2 has rows in the last alone."""
+    torch.manual_seed(0)
+    experts = Experts(how)
+    expected = Separate(experts)
+    kept = install(experts, named("fp8_delayed", "*"), {})
+    other = install(expected, named("fp8_delayed", "*", "down_proj.3"), {})
+    assert list(kept.layers) == [*other.layers]
+    for update in range(4):
+        x = torch.randn(23, WIDTH) * 4.0**update
+        chosen = torch.tensor([0] * 9 + [1] * 13 + [2 if update == 3 else 3])
+        y, grad_x = passed(experts, x, chosen)
+        same, same_grad = passed(expected, x, chosen)
+        assert torch.equal(y, same) and torch.equal(grad_x, same_grad)
+        kept.roll()
+        other.roll()
+        assert torch.equal(kept.present, other.present)
+        with torch.no_grad():
+            for name in ("gate_up_proj", "down_proj"):
+                getattr(experts, name)[1].mul_(3)
+                getattr(expected, name)[1].weight.mul_(3)
+    assert len(kept.present[:, 0, 0].unique()) == 8
+
+
+@pytest.mark.parametrize(
+    "copy",
+    [
+        lambda own: own.mT.contiguous().mT,
+        lambda own: own.transpose(0, 1).contiguous().transpose(0, 1),
+        lambda own: own[:, 4:].contiguous(),
+        lambda own: own.flatten().unflatten(0, own.shape),
+    ],
+    ids=["turned", "apart", "a part", "flat"],
+)
+def test_a_copied_expert_keeps_its_history(copy):
+    """Weights of expert 0 to 3 have the largest magnitudes 1, 2, 3, 4."""
+    model = Forms(lambda x, w: sum(F.linear(x, own) for own in copy(w)), 4, 24, 32)
+    with torch.no_grad():
+        model.weight.copy_(torch.arange(1.0, 5).view(4, 1, 1).expand(4, 24, 32))
+    kept = install(model, named("fp8_delayed", "weight"), {})
+    model(torch.randn(5, 32))
+    assert kept.present[:, 1, 1].tolist() == [1, 2, 3, 4]
+
+
 class Forms(nn.Module):
     def __init__(self, form, *shape):
         super().__init__()
@@ -293,12 +354,6 @@ def test_tables_and_layers_of_torch_are_no_weights_of_a_forward():
     assert all(".experts." in name for name in chosen(model, "*", "!head"))
 
 
-def test_delayed_scaling_keeps_scales_of_layers_alone():
-    model = Network()
-    model.blocks.append(nn.Linear(WIDTH, WIDTH))
-    assert chosen(model, "*", mode="fp8_delayed") == ["blocks.2"]
-
-
 def trained(mode, wrap=lambda model: model, how="loop", native=True):
     torch.manual_seed(0)
     model = Network(how)
@@ -388,16 +443,20 @@ class Grouped(nn.Module):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_a_compiler_does_not_hide_grouped_products():
+@pytest.mark.parametrize("mode", ["fp8_rowwise", "fp8_delayed"])
+def test_a_compiler_does_not_hide_grouped_products(mode):
     """torch.compile shows private functions to no mode of functions by itself."""
 
     def computed(compiled):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(16, 16), Grouped())
-        mprun.prepare(model, precision="fp8_rowwise", native=True)
+        mprun.prepare(model, precision=mode, native=True)
         called = torch.compile(model, backend="eager") if compiled else model
         found = [called(torch.randn(9, 16)) for _ in range(5)]
         torch.stack(found).sum().backward()
+        (prepared,) = (one for one in passes.alive if one.model is model)
+        if prepared.delayed is not None:
+            found += [prepared.delayed.present.clone(), prepared.delayed.history.clone()]
         return [*found, *(own.grad for own in model.parameters())]
 
     assert all(map(torch.equal, computed(True), computed(False)))

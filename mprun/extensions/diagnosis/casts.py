@@ -110,7 +110,7 @@ class CastMeter:
             module.__dict__["forward"] = partial(with_weights, forward_of(module), tuple(held))
             self._left.callback(_put_back, module, own)
         if self._inside:
-            weight_products.observer = partial(self._on_product, None)
+            weight_products.observer = self._on_product
             self._left.callback(setattr, weight_products, "observer", None)
         return self
 
@@ -172,7 +172,7 @@ class CastMeter:
         return casted(matrix.to(self.dtype), how, ALONG[place], kept)
 
 
-def _multiplied(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _multiplied(x: Tensor, weight: Tensor, bias: Tensor | None, kept: Tensor | None) -> Tensor:
     return nn.functional.linear(x, weight, bias)
 
 
