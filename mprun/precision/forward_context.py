@@ -133,11 +133,14 @@ class ForwardContext:
         """
         how = "emulated" if self.emulations else "native"
         found = [f"{how}-{DTYPE_NAMES[dtype]}" for dtype in self.half_dtypes]
-        if (products := self.policy.matmul) is not None:
-            on_cuda = "native" if why_decoded(products, self.device) is None else "decoded"
-            how = "emulated" if self.device.type == "cpu" else on_cuda
-            found += [f"{how}-{element.name}" for element in products.formats]
-        return " ".join([*found, *self._of_attention()]) or "none"
+        return " ".join([*found, *self._of_products(), *self._of_attention()]) or "none"
+
+    def _of_products(self) -> list[str]:
+        if (products := self.policy.matmul) is None:
+            return []
+        on_cuda = "native" if why_decoded(products, self.device) is None else "decoded"
+        how = "emulated" if self.device.type == "cpu" else on_cuda
+        return [f"{how}-{element.name}" for element in products.formats]
 
     def _of_attention(self) -> list[str]:
         how = self.policy.attention
@@ -150,9 +153,7 @@ class ForwardContext:
         attended = [name.endswith("-attention") for name in ran]
         of_attention = self._of_attention()
         if self.policy.matmul is not None and not any(scaled):
-            return " ".join(
-                kind for kind in self.kind().split() if "-e" in kind and kind not in of_attention
-            )
+            return " ".join(self._of_products())
         if of_attention and not any(attended):
             return " ".join(of_attention)
         narrow = all(map(operator.or_, scaled, attended))

@@ -135,6 +135,12 @@ def test_decoded_numbers_of_a_product_of_casts_may_be_of_another_dtype():
     assert audit.products == {("forward", "e2m1"): 1}
 
 
+@pytest.mark.parametrize("mode", [m for m in ON_A_CPU if get_policy(m).matmul is not None])
+def test_formats_that_no_product_ran_in_are_named(mode):
+    formats = " ".join(f"emulated-{own.name}" for own in get_policy(mode).matmul.formats)
+    assert ForwardContext(get_policy(mode), CPU).missing() == formats
+
+
 def test_a_contradiction_in_the_backward_pass_is_refused():
     class Back(torch.autograd.Function):
         @staticmethod
