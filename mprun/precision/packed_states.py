@@ -16,7 +16,7 @@ number, dynamic8 has no -1. So what an update leaves alone is not encoded.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from typing import Any, NamedTuple, Self
 
@@ -30,6 +30,8 @@ SCALE = ".scale"  # ends the name of the scales of a state
 _SMALLEST_AMAX = 1e-12
 # Sums and averages of squares, by torch's names.
 SQUARES = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum")
+_ALSO_UNSIGNED = ("acc_delta", "exp_inf")  # of Adadelta and Adamax; once kept with a sign
+_UNSIGNED = (*SQUARES, *_ALSO_UNSIGNED)
 Numbers = npt.NDArray[np.float32]
 
 
@@ -59,14 +61,14 @@ class InBlocks(ABC):
         blocks = wide.reshape(-1, BLOCK)
         scale = blocks.abs().amax(1).clamp_(min=_SMALLEST_AMAX)
         scale = scale / torch.full_like(scale, self.top)  # by a number CUDA multiplies
-        codes = self._codes(blocks / scale[:, None], name not in SQUARES)
+        codes = self._codes(blocks / scale[:, None], name not in _UNSIGNED)
         return {name: codes.view(wide.shape), name + SCALE: scale}
 
     def decode(self, name: str, kept: Mapping[str, Any]) -> Tensor:
         scale, codes = kept.get(name + SCALE), kept[name]
         if scale is None:
             return codes.float()
-        numbers = self._numbers(codes.reshape(-1), name not in SQUARES)
+        numbers = self._numbers(codes.reshape(-1), name not in _UNSIGNED)
         return (numbers.view(-1, BLOCK) * scale[:, None]).view(codes.shape)
 
     @abstractmethod
@@ -156,6 +158,26 @@ class StateFormats(NamedTuple):
     def saved(cls, state: Mapping[str, Any]) -> Self:
         """Return those of a saved `RoundedWeights`."""
         return cls(**{name: state[name] for name in cls._fields if name in state})
+
+
+def refuse_signed(saved: Mapping[str, Any], keys: Iterable[str]) -> None:
+    """Raise ValueError if codes have a sign that these states no longer have.
+
+    saved: of `RoundedWeights`. keys: those of the saved state of a weight.
+    """
+    known, formats = {*keys}, StateFormats.saved(saved)
+    for name in _ALSO_UNSIGNED:
+        signed = name + SCALE in known and name not in saved.get("unsigned", ())
+        if signed and formats.of(name) == "dynamic8":
+            raise ValueError(
+                f"optimizer state {name} in dynamic8 must be without a sign; this one is of an "
+                "earlier version of mprun: begin a new run"
+            )
+
+
+def unsigned_in(keys: Iterable[str]) -> list[str]:
+    """Return the states whose codes were once kept with a sign, as `refuse_signed` reads it."""
+    return [name for name in _ALSO_UNSIGNED if name + SCALE in {*keys}]
 
 
 # Decay of a state, in an optimizer's settings: the key, and the place in a list.

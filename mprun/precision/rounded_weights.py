@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from mprun.precision.packed_states import SCALE, STATE_FORMATS, Packing, StateFormats
+from mprun.precision.packed_states import SCALE, STATE_FORMATS, Packing, StateFormats, unsigned_in
 from mprun.precision.philox import IN_BLOCK, bits_of, stream_of
 from mprun.precision.policy import PrecisionPolicy
 from mprun.precision.torch_update import (
@@ -315,6 +315,8 @@ class RoundedWeights:
 
     def state_dict(self) -> dict[str, Any]:
         state: dict[str, Any] = {"updates": self.updates, **self.states._asdict()}
+        kept = {key for weight in self.weights for key in self.inner.state.get(weight, {})}
+        state |= {"unsigned": found} if (found := unsigned_in(kept)) else {}
         return state | {"seed": self._seed} if self.draws else state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

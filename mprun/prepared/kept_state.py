@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed import broadcast
 from torch.optim import Optimizer
 
-from mprun.precision.packed_states import SCALE, StateFormats
+from mprun.precision.packed_states import SCALE, StateFormats, refuse_signed
 from mprun.precision.rounded_weights import RoundedWeights, choose_narrow
 from mprun.precision.torch_update import held_by
 from mprun.prepared.draws import Draws
@@ -130,6 +130,8 @@ class KeptState:
                 f"optimizer state has the format {saved.in_words}, must have {kept.in_words}: load "
                 "it into an optimizer with the same precision.update.state_dtype"
             )
+        for own in state["state"].values():
+            refuse_signed(state.get("narrow", {}), own)
         self._loaded = state
         return {k: v for k, v in state.items() if k not in _KEYS}
 

@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 from mprun.distributed.reduction import FlatReduction
 from mprun.precision import BatchStatistics, Update, WeightAverage, ieee_fp32
 from mprun.precision.casting import in_fp32
+from mprun.precision.packed_states import refuse_signed
 from mprun.precision.torch_update import create_state, creates_late, initialise_state
 from mprun.precision.update import (
     by_dtype,
@@ -286,6 +287,8 @@ class Learner:
         Raises:
             ValueError: Something does not fit; the message names it.
         """
+        for one in saved["state"].values():
+            refuse_signed(saved.get("narrow", {}), one)
         own = self.model.state_dict()
         if own.keys() != saved["model"].keys():
             raise ValueError("model state must come from the same model")
