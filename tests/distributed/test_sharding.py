@@ -26,6 +26,8 @@ GPT = "model=gpt model.hidden_size=12 model.num_heads=2 model.bias=true data=syn
 GPT += " data.vocab_size=61 data.eval_tokens=300 data.sequence_length=5 data.batch_size=2"
 GPT = [*GPT.split(), "train.accumulate=12", "dist.order=fixed", "dist.engine=fsdp"]
 GPT += ["optim.implementation=foreach"]
+MOE = ["model=gpt_moe", *GPT[1:], "model.kv_heads=null", "model.expert_size=8"]
+SWITCH = "precision.switch"
 IMAGES = "model=conv_autoencoder data.batch_size=4 train.accumulate=4 dist.order=fixed".split()
 IMAGES += ["dist.engine=fsdp", "optim.implementation=foreach"]
 # Some of its updates are skipped, others are not.
@@ -114,6 +116,10 @@ def test_settings_have_the_bits_of_one_rank(tmp_path):
         "tied": case(*SCALED, "precision.overrides.embedding=fp32"),
         "anew": case(*SCALED, "train.activation_checkpointing=true"),
         "in its mode": case(*SCALED, "train.eval_arithmetic=mode"),
+        "switch": case(*GPT, "precision=bf16_master", f"{SWITCH}=[{{at: 2, to: fp8_tensorwise}}]"),
+        "switch back": case(*GPT, "precision=nvfp4", f"{SWITCH}=[{{at: 2, to: fp32}}]"),
+        "experts": case(*MOE, "precision=fp8_tensorwise"),
+        "a history of experts": case(*MOE, "precision=fp8_delayed"),
         "llama": case(*SCALED, "model.norm=rms", "model.positions=rotary", "model.mlp=swiglu"),
     }
     (alone,) = on_ranks(1, cases, tmp_path / "1")

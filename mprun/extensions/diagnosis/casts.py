@@ -327,6 +327,8 @@ def sentences(losses: Losses, matmul: MatmulConfig) -> list[list[str]]:
     """Return sentences on each layer that the casts do not suit, the worst first, or on the worst
     of those that they suit."""
     found = verdicts(losses)
+    if found and all(math.isnan(one.loss.worse.off) for one in found):
+        return [["not measured: no row of a product was finite and other than 0"]]
     said = [[*in_words(one, matmul)] for one in found if not one.suits]
     return said or [[f"suit every layer: {how_far(one)}"] for one in found[:1]]
 

@@ -290,10 +290,12 @@ def test_a_planted_overflow_is_named_and_its_advice_works(tmp_path, capsys, monk
 def test_the_run_stays_as_evidence_but_is_no_outcome(tmp_path, capsys):
     """The first steps of the whole schedule, in FP32 whatever precision was given."""
     words = [*ONE_CORE, *SMALL["lstm_lm"], "optim.schedule=cosine", "train.steps=100"]
-    words += ["precision=amp", f"output_root='{tmp_path}'"]
+    words += ["precision=amp", "precision.switch=[{at: 0.5, to: bf16_master}]"]
+    words += [f"output_root='{tmp_path}'"]
     assert main(["advise", *words, "--steps=10", "--every=5"]) == 0
     printed = capsys.readouterr()
     assert "advise measures in FP32, without precision=amp" in printed.err
+    assert "advise measures amp alone, not precision.switch (bf16_master from 50 %)" in printed.err
     lines = printed.out.splitlines()
     [path] = tmp_path.glob("*/advise-fp32*")
     assert lines[-1] == f"run: {path}" and len(lines) <= 28

@@ -222,6 +222,8 @@ def test_layers_are_left_out_by_how_far_their_products_are_off():
     ]
     [[text]] = sentences(layers_off(a=0.03, b=0.01), products)
     assert text.startswith("suit every layer: ") and "3 % off (a; 3.5 %" in text
+    [[text]] = sentences(layers_off(a=math.nan), products)
+    assert text == "not measured: no row of a product was finite and other than 0"
 
 
 def test_a_cast_that_is_not_finite_hides_none():

@@ -6,7 +6,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Collection, Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mprun.cli.arguments import Arguments, filled, number
 from mprun.errors import DONE, BadInput, Refused
@@ -15,6 +15,9 @@ from mprun.record.layout import hanging
 from mprun.record.run_directory import plain
 from mprun.record.run_record import Record, read_record
 from mprun.spelling import must_be
+
+if TYPE_CHECKING:
+    from mprun.config.schema import PrecisionConfig
 
 SECONDS = 60  # for the trials of a verb, unless asked otherwise
 
@@ -72,6 +75,15 @@ def announce(text: str) -> None:
     """Tell a waiting user at a terminal, before torch is imported, which takes seconds."""
     if sys.stderr.isatty():
         note(f"{text} ...")
+
+
+def tell_switch(precision: "PrecisionConfig") -> None:
+    """Say that of a mode that changes the first one alone is measured."""
+    from mprun.config.switches import told  # here: loads Hydra
+
+    if later := told(precision):
+        modes = ", ".join(f"{name} {place}" for name, place in later)
+        note(f"advise measures {precision.name} alone, not precision.switch ({modes})")
 
 
 def note(text: str) -> None:

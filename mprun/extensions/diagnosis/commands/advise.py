@@ -31,6 +31,7 @@ from mprun.extensions.diagnosis.commands import (
     refused,
     say_seconds,
     split_words,
+    tell_switch,
     unfinished,
 )
 from mprun.numerics.probe_record import read_probes
@@ -78,7 +79,6 @@ def main(arguments: list[str]) -> int:
         directory = options.run
         base = _own(unfinished(_recorded(directory)).get("overrides", []))
         announce(f"advise: builds the model of {directory} and reads its probes")
-    seconds = SECONDS if options.seconds is None else options.seconds
     if options.check:
         _check_base(options, given, base)
     advice = advise_run(
@@ -86,7 +86,7 @@ def main(arguments: list[str]) -> int:
         share=options.share,
         given=given,
         config_dir=options.config_dir,
-        seconds=seconds,
+        seconds=SECONDS if options.seconds is None else options.seconds,
         casts=casts,
         asked=_asked(options),
         bound=None if options.budget is None else options.budget / 100,
@@ -122,8 +122,7 @@ def _options(arguments: list[str]) -> Namespace:
     add_seconds(parser)
     bound = "search a mixed assignment of the mode that ends at most X %% above FP32's loss"
     add("--budget", type=number("--budget", 0, 1000, "a percentage"), metavar="X", help=bound)
-    write = "write its mode file to DIR/precision, for --config-dir DIR"
-    add("--write", metavar="DIR", help=write)
+    add("--write", metavar="DIR", help="write its mode file to DIR/precision, for --config-dir DIR")
     add("--json", action="store_true", help="everything as JSON")
     add("--config-dir", metavar="DIR", help="your options, as for a run")
     options = parser.parse(arguments)
@@ -179,6 +178,7 @@ def advise_run(
         if numerics.get("probes"):
             why = f"step {numerics['every']} would have the first"
         raise refused("advise", directory, record, f"no probes there: {why}")
+    tell_switch(config_from_record(plain, given).precision)
     matmul = plain["precision"].get("matmul") or {}
     formats = [matmul.get(operand) for operand in ("input", "weight", "grad_output")]
     fp32 = compose_config(_FP32).as_dict()
@@ -301,6 +301,7 @@ def _measure(options: Namespace, base: list[str]) -> tuple[Path, int, "CastAdvic
         if _key(override) == "resume":
             raise BadInput(f"{override}: not with advise; pass the run directory alone")
     asked = compose_config(options.overrides, options.config_dir).config  # still valid
+    tell_switch(asked.precision)
     scale = asked.scaler.scale or asked.scaler.init_scale or 1.0
     composed = compose_config([*base, *place, *_FP32, "numerics=probes"], options.config_dir)
     config = composed.config
@@ -333,15 +334,14 @@ def _measure(options: Namespace, base: list[str]) -> tuple[Path, int, "CastAdvic
             # A part of a run is not an outcome: `measured_for` keeps it out of comparisons.
             record.end("done", f"advise took the first {built.steps} of {whole} steps")
     losses, count = meter.read(), built.steps // config.numerics.every
-    mode = [o for o in dropped if _key(o).partition(".")[0] in ("precision", "scaler")]
-    mode, matmul = without(mode, "precision.matmul.modules"), asked.precision.matmul
+    mode, matmul = without(_asked(options), "precision.matmul.modules"), asked.precision.matmul
     return directory, code, cast_advice(losses, matmul, mode, count) if losses else None
 
 
 def _asked(options: Namespace) -> tuple[str, ...]:
-    """Return the words of the mode that was asked for."""
-    groups = ("precision", "scaler")
-    return tuple(own for own in options.overrides if _key(own).partition(".")[0] in groups)
+    """Return the words of the mode that was asked for, the first one if it changes."""
+    own = without(options.overrides, "precision.switch")
+    return tuple(o for o in own if _key(o).partition(".")[0] in ("precision", "scaler"))
 
 
 def _mode_path(options: Namespace) -> Path:
