@@ -135,6 +135,12 @@ def notes(config: RunConfig, built: Built) -> Iterator[str]:
     if why := built.policy.stuck(asdict(optim)):
         yield f"optim.{why}"
     yield from what_stays(built.task)
+    if policy.matmul.input is None and not policy.switch:
+        plain = type(policy.matmul)()
+        why = f"changes nothing in {policy.name}: it casts no products"
+        for key in ("modules", "high_precision"):
+            if getattr(policy.matmul, key) != getattr(plain, key):
+                yield f"precision.matmul.{key} {why}"
     half = policy.autocast_dtype or policy.param_dtype
     if scaler.kind != "none" and {half, *policy.overrides.values()} == {"fp32"}:
         yield (
