@@ -7,9 +7,11 @@ import pytest
 import torch
 
 from mprun.cli import main
+from mprun.config.compose import compose_config
 from mprun.execution.graphed_step import GraphedStep
 from mprun.execution.step_runner import StepRunner
 from mprun.precision import get_policy
+from mprun.training.announcements import notes
 from mprun.training.loop import MetricLogger
 from mprun.training.signals import Stopped
 
@@ -219,3 +221,11 @@ def test_an_attempt_without_a_step_does_not_fail(tmp_path, monkeypatch):
     assert main([f"resume={tmp_path / 'run'}"]) == 0
     record = record_of(tmp_path / "run")
     assert (record["status"], record["attempts"], record["audit"]["watched"]) == ("done", 2, 3)
+
+
+def test_layers_beside_a_mode_that_casts_none_are_said(build_run):
+    says = ["precision.matmul.modules changes nothing in fp32: it casts no products"]
+    for mode, expected in (("fp32", says), ("mxfp8", [])):
+        words = [*TINY_GPT, f"precision={mode}", "precision.matmul.modules=['*',output]"]
+        found = notes(compose_config(words).config, build_run(*words))
+        assert [line for line in found if "matmul" in line] == expected
