@@ -58,9 +58,10 @@ PLANTED = ("0", "0.0005", "0.0025")  # growth over the last half, relative to th
 GAPS = {
     "independent": "gaps are independent from point to point",
     "AR(1) 0.95": "gaps are autoregressive, with correlation 0.95 from one point to the next",
-    "random walk": "gaps follow a random walk, whose end has 4 standard deviations",
-    "skewed slopes": "gaps are autoregressive, and each seed has its own slope. Slopes follow a "
-    "mirrored exponential with mean 0, so that one seed in many falls much",
+    "random walk": "gaps follow a random walk, which ends with a spread of 4 standard deviations",
+    "skewed slopes": "gaps are autoregressive, and each seed has a different slope. The "
+    "slopes follow a mirrored exponential distribution with mean 0, so one seed "
+    "in many falls strongly",
 }
 
 

@@ -127,14 +127,15 @@ def document(results: dict) -> str:
     rate = {name: _percent(value) for name, value in results["summary"].items()}
     noises = "\n".join(f"- *{name}*: {text}." for name, text in results["noises"].items())
     others = "\n".join(
-        f'| rate of false "matches", with the noise *{kind}* | {rate[f"false_matches_{kind}"]} |\n'
-        f'| rate of false "worse" or "better", with the noise *{kind}* | '
+        f'| false "matches" of a mode at the margin, if the noise is *{kind}* | '
+        f"{rate[f'false_matches_{kind}']} |\n"
+        f'| false "worse" or "better" of equal modes, if the noise is *{kind}* | '
         f"{rate[f'false_claims_when_equal_{kind}']} |"
         for kind in results["noises"]
         if kind != "normal"
     )
     growing = "\n".join(
-        f'| rate of "grows" without growth, with the noise within a seed *{kind}* | '
+        f'| false "grows" without growth, if the noise within a seed is *{kind}* | '
         f"{rate[f'false_growth_{kind}']} |"
         for kind in results["gaps"]
     )
@@ -148,178 +149,206 @@ def document(results: dict) -> str:
     )
     old = [name for name, day in drawn.items() if day < RATIO_SINCE]
     earlier = (
-        f"\nSome are older than the ratio test: {', '.join(old)}. They computed the margin\n"
-        "from the baseline's mean and took it as known. If seeds scatter by at most 1 %,\n"
-        "this is nearly the same.\n"
+        f"\nSome tables are older than the ratio test: {', '.join(old)}. For these tables\n"
+        "the margin was computed from the baseline's mean, which was treated as exact. If seeds\n"
+        "scatter by at most 1 %, the results are nearly the same.\n"
         if old
         else ""
     )
     return f"""# Error rates of `mprun compare`
 
-This page shows how often a verdict is wrong, by simulation with mprun's own code.
+This page shows how often verdicts are wrong, measured by simulation with the code of mprun
+itself.
 
-Each case has {results["draws"]:,} draws. A draw fills two arms of runs with final losses of known
-truth, and `mprun.comparison.verdict.judge` gives the verdict. The margin is 1 % of the baseline's
-mean. The correlation is 0.3 between arms that share seeds, and 0 between other arms.
-A rate near 5 % has a standard error of {_percent(math.sqrt(0.05 * 0.95 / results["draws"]))}.
+Each case has {results["draws"]:,} draws. Each draw generates final losses of runs for a mode and
+for the baseline, with a known true difference; `mprun.comparison.verdict.judge` gives the verdict.
+The margin is 1 % of the baseline's mean. The correlation is 0.3 between a mode and a baseline that
+share seeds, and otherwise 0. A rate near 5 % has a standard error of
+{_percent(math.sqrt(0.05 * 0.95 / results["draws"]))}.
 
-    {results["command"]}
+```bash
+{results["command"]}
+```
 
-{results["versions"]}; CPU only, {results["seconds"]:.0f} s in one process. The same
-numbers are in `error_rates.json`. The tables were drawn on these days:
+
+The simulation used {results["versions"]}; CPU only, {results["seconds"]:.0f} s in one process.
+The file
+`error_rates.json` contains the same numbers. The tables were computed on these days:
 
 {days}
 {earlier}
 | claim | worst rate over all cases |
 |---|---|
-| false "matches" at the margin, with normal noise (looks included) | \
+| false "matches" of a mode at the margin, with normal noise (interim looks included) | \
 {rate["false_matches_normal"]} |
-| false "worse" or "better" (also "likely") of equal modes, with normal noise (looks included) | \
+| false "worse" or "better" (also "likely") of equal modes, with normal noise (interim looks \
+included) | \
 {rate["false_claims_when_equal_normal"]} |
-| false "matches" at the margin, with three baseline seeds and 10 or 20 of the mode (Welch) | \
+| false "matches" of a mode at the margin, with three baseline seeds and 10 or 20 seeds of the \
+mode (Welch) | \
 {rate["false_matches_uneven_welch"]} |
-| false "worse" or "better" of equal modes, with these numbers of seeds | \
+| false "worse" or "better" of equal modes, with three baseline seeds and 10 or 20 seeds of the \
+mode | \
 {rate["false_claims_when_equal_uneven_welch"]} |
-| right "matches" of equal modes, with seed sd 0.4 % and 5 shared seeds | \
+| correct "matches" of equal modes, with a standard deviation of 0.4 % over seeds and 5 shared \
+seeds | \
 {rate["matches_when_equal_sd_0.4_n_5"]} |
-| false "matches" of naive looks at 3, 5, 10 seeds (not offered) | \
+| false "matches" of uncorrected tests at 3, 5 and 10 seeds (not offered) | \
 {rate["false_matches_naive_looks"]} |
-| false "worse" or "better" of naive looks (not offered) | \
+| false "worse" or "better" of uncorrected tests at 3, 5 and 10 seeds (not offered) | \
 {rate["false_claims_when_equal_naive_looks"]} |
-| sweeps with `until=decided max_seeds=10`: false "matches" at the margin | \
+| sweeps with `until=decided max_seeds=10`: false "matches" of a mode at the margin | \
 {rate["false_matches_until"]} |
-| such sweeps: false "worse" at the margin | {rate["false_worse_until"]} |
-| such sweeps: false "worse" or "better" of equal modes | \
+| sweeps with `until=decided max_seeds=10`: false "worse" of a mode at the margin | \
+{rate["false_worse_until"]} |
+| sweeps with `until=decided max_seeds=10`: false "worse" or "better" of equal modes | \
 {rate["false_claims_when_equal_until"]} |
 | false "matches" of a test after every seed (not offered) | {rate["false_matches_every_seed"]} |
-| one pair of runs, true scatter stated: "inside" although the gap equals the bar | \
+| one pair of runs, the true scatter is stated: "inside" although the gap equals the bar | \
 {rate["inside_at_the_bar_the true one"]} |
-| one pair of runs, half the true scatter stated: "inside" although the gap equals the bar | \
+| one pair of runs, half of the true scatter is stated: "inside" although the gap equals the bar | \
 {rate["inside_at_the_bar_half of it"]} |
 {others}
 {growing}
 
 ## Why a relative margin is tested as a ratio
 
-"Within 1 % of FP32" bounds a ratio of two means, and FP32's mean is uncertain, too. A simpler test
-computes the margin from that mean and takes it as known. This goes wrong if seeds scatter, but
-equal seeds end nearly alike. The error of the margin is then larger than the scatter of the
-differences. So the test takes own - (1 +- margin) * base for each seed. The interval holds the
-ratios that this test does not reject (Fieller's interval). For normal noise, the t statistic of
-such a combination is exact at any correlation ("scatter" in the tables). Welch's test of
-the same two combinations is approximate. With three seeds against many its interval is too short.
-If FP32's seeds cannot tell its mean from 0, no such interval exists, and the comparison is
-refused. This happens in up to {refused} of the draws, with three seeds that scatter by 20 %.
+"Within 1 % of FP32" bounds the ratio of two means, and the FP32 mean is itself uncertain. A
+simpler test computes the margin from the FP32 mean and treats this mean as exact. The simpler test
+fails if seeds scatter widely but runs with equal seeds end close together. The error of the margin
+is then larger than the scatter of the differences. So the test uses mode - (1 +- margin) *
+baseline for each seed. The interval contains the ratios that this test does not reject (Fieller's
+interval). For normal noise, the t statistic of this combination is exact at any correlation
+("scatter" in the tables). Welch's test of the same two combinations is approximate. If three seeds
+are compared with many, the interval of Welch's test is too short. If the mean of the FP32 seeds
+cannot be distinguished from 0, this interval does not exist, and the comparison is refused. In
+simulations with three seeds that scatter by 20 %, this happens in up to {refused} of the draws.
 
 ## How `--looks` keeps its rate
 
-A test at 3, then 5, then 10 seeds has three chances of a wrong claim. So `--looks 3,5,10`
-tests every look at the same stricter one-sided alpha (Pocock 1977):
-{_percent(results["nominal_alpha"])} instead of 5 %, with intervals of \
+Tests at 3, then 5, then 10 seeds have three chances of a wrong claim. So `--looks 3,5,10` uses
+the same stricter one-sided alpha at every look (Pocock 1977): {_percent(results["nominal_alpha"])}
+instead of 5 %, with intervals of \
 {_percent(1 - 2 * results["nominal_alpha"])} confidence. If the
 true difference equals the margin, the t statistics of nested looks have a known joint distribution.
-It depends only on the numbers of seeds, so a simulation finds this alpha (400,000 draws, fixed
-seed). It is computed for shared seeds and also used for Welch; the table shows the rates for both.
-The price is a lower rate of "matches" at the last look, compared with a fixed test of 10 seeds. The
-gain is that clear cases end early (column "seeds used").
+This distribution depends only on the numbers of seeds, so a simulation finds the stricter alpha
+(400,000 draws, fixed seed). The alpha is computed for shared seeds and also used for Welch's test;
+the table shows the error rates of both. The disadvantage is a lower rate of "matches" at the last
+look, compared with a single test of 10 seeds. The advantage is that clear cases end early (column
+"seeds used").
 
 ## Sweeps that run until they are decided
 
-`until=decided max_seeds=10` has an interim look after every seed from the third on. After n seeds
-it has spent (n / 10)^1.5 of the 5 % (Kim and DeMets 1987). It spends little at the first looks and
-most at the last, where it decides most. A simulation finds the alpha of each look, as for Pocock.
-From five seeds on, a mode stops if a plain test at 5 % would need more than 30 seeds. This stop is
-not binding, so it only lowers the rates. {_compared(results)}
+`until=decided max_seeds=10` has an interim look after every seed, starting with the third. After n
+seeds, (n / 10)^1.5 of the 5 % error rate is spent (Kim and DeMets 1987). So the first looks spend
+little of the rate, and the last looks, which decide most cases, spend most. A simulation finds the
+alpha of each look, as for Pocock's method. From five seeds on, a sweep stops adding seeds for a
+mode if a plain test at 5 % would need more than 30 seeds. This stopping rule can only lower the
+error rates, because it makes no claim. {_compared(results)}
 
-An independent program, with a known margin, gave the same shares of right verdicts to
-within 0.8 points. Its numbers of seeds agreed to within 0.1 (29 November 2026; the figures
-are in tests/compare/test_error_rates.py). It needed 0.2 to 0.4 seeds fewer only in cases
-where it gave up.
+An independent program, with a known margin, gave the same shares of correct verdicts to within 0.8
+points. The numbers of seeds in that program agreed to within 0.1 (29 November 2026; the figures
+are in tests/compare/test_error_rates.py). Only in cases where the program gave up, it needed 0.2
+to 0.4 seeds fewer.
 
-If seeds scatter much and equal seeds end alike, the rates stay the same: the test is still the
-ratio test. Noise that is not normal changes the rates, and early looks make it worse. The reason is
-that a few seeds often contain no bad one. These are the rates of false "matches" at the margin:
+If seeds scatter widely and runs with equal seeds end close together, the rates stay the same,
+because the test is still the ratio test. Noise that is not normal changes the rates, and interim
+looks increase this effect. The reason is that a few seeds often include no bad seed. This table
+shows the rates of false "matches" of a mode at the margin:
 
 {_noise_lines(results)}
 
-MLPerf's records end on few values. In 11 % of the draws of three seeds, all differences of equal
-seeds are equal, and equal to the margin. Rounding then decides between two verdicts. In this table,
-the ratio test includes FP32's scatter. The table of other noises at the end is older and does
-not.
+The final losses in MLPerf's records take only a few values. In 11 % of the draws of three seeds,
+all differences between equal seeds are the same, and equal to the margin. Rounding then decides
+between two verdicts. In this table, the ratio test takes the scatter of FP32 into account. The
+table of other noises at the end of this page is older and does not.
 
 ## One pair of runs
 
-A pair gets no verdict, because one seed says nothing about others. If you know the standard
-deviation of the gap of such pairs, state it as `compare.pair_sd`. A pair then passes if |gap| +
-1.645 sd is less than the bar. The rate of this test is exactly 5 % if the stated value is
-true and the scatter is normal ("pair" in the tables). Half the true scatter gives \
+A single pair of runs gets no verdict, because one seed says nothing about other seeds. If you know
+the standard deviation of the gap over pairs of this kind, state it as `compare.pair_sd`. A pair
+then passes if |gap| + 1.645 sd is less than the bar. The error rate of this test is exactly 5 % if
+the stated value is true and the scatter is normal ("pair" in the tables). If half of the
+true scatter is stated, the rate is \
 {rate["inside_at_the_bar_half of it"]} instead of 5 %. An estimate from a few pairs is itself
-random. From three pairs the rate is {rate["inside_at_the_bar_that of 3 earlier pairs"]}, from five
-{rate["inside_at_the_bar_that of 5 earlier pairs"]}, from ten \
-{rate["inside_at_the_bar_that of 10 earlier pairs"]}. To get 5 % again, state
-{widened(3):.2f} times the estimate (three pairs), {widened(5):.2f} times (five) or \
+random. With an estimate from three pairs the
+rate is {rate["inside_at_the_bar_that of 3 earlier pairs"]}, from five
+{rate["inside_at_the_bar_that of 5 earlier pairs"]}, from ten
+\
+{rate["inside_at_the_bar_that of 10 earlier pairs"]}. To restore 5 %, state {widened(3):.2f}
+times the estimate (three pairs), {widened(5):.2f} times (five) or \
 {widened(10):.2f} times (ten).
-This puts t(0.95, n - 1) in the place of 1.645.
+These factors replace 1.645 by t(0.95, n - 1).
 
 ## Whether a gap grows
 
-For each seed, the test takes the least-squares slope of the gap to the baseline over the last half
-of the steps. A one-sided t test at 5 % compares these slopes with 0
-(`mprun.comparison.gap_growth`). Within a seed, the gap at one step predicts the next one, so steps
-must not be counted as samples. Slopes of separate seeds are independent, and the test counts only
-these. The table at the end has curves of 60 points over 6,000 steps. Their gaps have a standard
-deviation of 0.05 % of the loss. The curves fall from 6 to 2 nats and scatter by 1 % over seeds. A
-growth of 0.25 % of the loss over the last half is found in at least \
-{rate["growth_of_0.25_found_n_3"]} of comparisons with three seeds. The rates hold if slopes are
-normal over seeds. If the gap falls much for one seed in many, a few seeds often contain none of
-these. Then up to {rate["false_growth_skewed slopes"]} of comparisons report "grows". Each mode has
-this rate; the test does not correct for the number of modes. This command draws only this table:
+For each seed, the test computes the least-squares slope of the gap to the baseline over the last
+half of the steps. A one-sided t test at 5 % compares these slopes with 0
+(`mprun.comparison.gap_growth`). Within a seed, the gap at one step predicts the gap at the next
+step, so steps must not be counted as samples. Slopes of different seeds are independent, and the
+test counts only these slopes. The simulated curves in the last table have 60 points over 6,000
+steps. The gaps of these curves have a standard deviation of 0.05 % of the loss. The curves fall
+from 6 to 2 nats and scatter by 1 % over seeds. With
+three seeds, at least {rate["growth_of_0.25_found_n_3"]} of comparisons find a growth of 0.25 % of
+the loss over the last half. These rates
+hold if the slopes are normally distributed over seeds. If the gap falls strongly for only one seed
+in many, a few seeds often include no such seed. Up to
+{rate["false_growth_skewed slopes"]} of comparisons then report "grows". This rate applies to
+each mode; the test does not correct for the
+number of modes. The following command computes only this table:
 
-    python benchmarks/error_rates.py --only growth --write docs
+```bash
+python benchmarks/error_rates.py --only growth --write docs
+```
+
 
 ## Limits of these rates
 
-- The t interval assumes that differences are normal over seeds. If only tails are heavy, or both
-  arms are skewed alike (so their difference is symmetric), the rates above hold and only power
-  changes. If only the mode is skewed, a few seeds often contain no bad one. The mode then looks
-  better, and its seeds more alike, than it is: false "matches" reach \
-{rate["false_matches_skewed mode"]}. They are more frequent if equal seeds differ only by a
-  skewed loss of the mode. They reach {rate["false_matches_exponential difference"]} if that \
-loss is exponential, and
-  {rate["false_matches_skewed difference"]} if it is lognormal (sigma 1). The rate grows with
-  the skew without a limit, whatever the size of the margin. Runs drawn from published
-  references of MLPerf Training give up to \
-{rate["false_matches_MLPerf records"]}.
-  **Rare bad seeds defeat any test of few seeds.** Suppose that one seed in ten ends 10 % worse and
-  nine are as good as FP32. The mean then differs by the margin. Up to \
-{rate["false_matches_rare bad seeds"]} of comparisons report "matches", because no bad seed was
-  among the seeds that were run. Bad seeds
-  that meet the divergence rule count as diverged; finding milder ones takes more seeds.
-- From seven shared seeds on (or four and four others), a permutation test checks each claim. It
-  does not assume normal noise. If it does not confirm the claim, the verdict says so ("not
-  confirmed" in the last table). It gives few false alarms, but finds few of the wrong claims: no
-  test of these seeds can show the others. The rates above assume normal noise; the table of other
-  noises does not.
-- A verdict is about final losses and the noise of seeds. It does not cover other seeds, data or
-  lengths.
-- Each mode of a comparison has its own 5 %. Among ten modes that truly differ by the margin, four
-  in ten comparisons contain a false "matches" (1 - 0.95^10, if they were independent).
+- The t interval assumes that differences are normally distributed over seeds. If noise has heavy
+  tails, or is equally skewed in mode and baseline (so their difference is symmetric), the rates
+  above hold. If only the noise of the mode is skewed, a few seeds often include no bad seed. The
+  mode then seems better and less scattered than it is: false "matches" reach
+  \
+{rate["false_matches_skewed mode"]}. False "matches" are more frequent if equal seeds differ only
+  by a skewed additional loss of the mode. They reach {rate["false_matches_exponential difference"]}
+  if this additional loss is exponential, and {rate["false_matches_skewed difference"]} if it is
+  lognormal (sigma 1). The rate increases with the skewness without a limit, for any size of the
+  margin. Runs drawn from published references of MLPerf Training give up to
+  \
+{rate["false_matches_MLPerf records"]}. **Rare bad seeds defeat any test of few seeds.** Suppose
+  that one seed in ten ends 10 % worse, and the other nine are as good as FP32. The mean then
+  differs by the margin. Up to \
+{rate["false_matches_rare bad seeds"]} of comparisons report
+  "matches", because the seeds that were run include no bad seed. Bad seeds that meet the divergence
+  rule count as diverged; finding less extreme ones takes more seeds.
+- From seven shared seeds on (or four seeds each, if seeds differ), a permutation test checks each
+  claim. The permutation test does not assume normal noise. If the permutation test does not
+  confirm a claim, the verdict says so ("not confirmed" in the last table). The permutation test
+  gives few false alarms, but finds few of the wrong claims: no test of these seeds can find the
+  others. The rates above assume normal noise; the table of other noises does not.
+- A verdict describes final losses and the noise over seeds. The verdict does not cover other
+  seeds, data or training lengths.
+- In a comparison of several modes, each mode has an error rate of 5 %. If ten modes truly differ
+  by the margin, four in ten comparisons contain a false "matches" (1 - 0.95^10, if the modes were
+  independent).
 
 ## Tables
 
 "true 0", "true 1 %" (the margin) and "true 2 %" are true differences of the means. (L)W counts
-worse and likely worse together, (L)B better and likely better.
+"worse" and "likely worse" together, and (L)B counts "better" and "likely better".
 
-Column "seed sd" is the standard deviation of the noise over seeds. The kinds of noise are:
+The column "seed sd" is the standard deviation of the noise over seeds. The simulation uses these
+kinds of noise:
 
 {noises}
 
-In the table of seeds that scatter, the mode is shifted in two ways ("true 1 %" is the size):
+In the table of seeds that scatter, the mode differs from the baseline in two ways ("true 1 %" is
+the size):
 
 {shifts}
 
-The last table has four kinds of noise in a gap from step to step ("grows by 0.00 %: said" is a
-false alarm):
+The last table has four kinds of noise in a gap from step to step ("grows by 0.00 %: said" is the
+rate of false alarms):
 
 {gaps}
 
@@ -327,16 +356,17 @@ false alarm):
 
 ### Sweeps until decided, and other rules on the same draws
 
-Each entry has the share of draws that end with this verdict, and the mean number of seeds used. A
-column is one true difference of the two arms. In correlated draws the seeds "scatter"; shifts are
-as above. A test after every seed is listed for comparison.
+Each entry contains the share of draws that end with this verdict, and the mean number of seeds
+used. Each column shows one true difference between mode and baseline. In correlated draws the
+seeds "scatter"; the mode differs from the baseline as described above. A test after every seed is
+listed for comparison only.
 
 {sweep_tables(results)}
 
 ### One pair of runs with a stated scatter
 
-Bars are in true standard deviations of a pair's gap. The first columns are wrong passes, the last
-are right ones.
+Bars are given in true standard deviations of a pair's gap. The first columns count wrong passes,
+and the last columns count correct passes.
 
 {pair_lines(results)}
 """
@@ -351,9 +381,10 @@ def _compared(results: dict) -> str:
     at_margin = [c["rates"] for c in normal if c["true"] == 1 and c["sd"] >= 0.004]
     saved = [max(found[rule]["seeds"] for found in at_margin) for rule in (PATIENT, UNTIL)]
     lost_words = 100 * (right(lost, PATIENT) - right(lost, UNTIL))
-    return f"""It costs at most {lost_words:.1f} points of right
-verdicts (equal seeds differ by {_percent(lost["sd"])}, true difference {lost["true"]:g} %). If
-nothing can be decided, it stops after {saved[1]:.1f} seeds instead of {saved[0]:.1f}."""
+    return f"""Because of this rule, at most {lost_words:.1f} points of
+correct verdicts are lost (equal seeds differ by {_percent(lost["sd"])}, true difference
+{lost["true"]:g} %). If
+nothing can be decided, the sweep stops after {saved[1]:.1f} seeds instead of {saved[0]:.1f}."""
 
 
 def _noise_lines(results: dict) -> str:

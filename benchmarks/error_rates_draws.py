@@ -14,25 +14,30 @@ MARGIN = 0.01  # of the mean
 CORRELATION = 0.3
 NOISES = {
     "normal": "normal",
-    "heavy tails": "Student's t with 3 degrees of freedom, in both arms",
-    "skewed": "lognormal (sigma 1) in both arms, with a bad seed now and then",
+    "heavy tails": "Student's t with 3 degrees of freedom, in mode and baseline",
+    "skewed": "lognormal (sigma 1) in mode and baseline, with a bad seed now and then",
     "skewed mode": "lognormal (sigma 1) in the mode, normal in the baseline",
     "exponential mode": "exponential in the mode, normal in the baseline",
-    "exponential difference": "equal seeds differ only by an exponential loss of the mode, so the "
+    "exponential difference": "equal seeds differ only by an exponential additional loss of the "
+    "mode, so the "
     "differences themselves are skewed",
-    "skewed difference": "equal seeds differ only by a lognormal (sigma 1) loss of the mode, the "
+    "skewed difference": "equal seeds differ only by a lognormal (sigma 1) additional loss of the "
+    "mode, the "
     "worst noise tried without rare bad seeds",
     "quantised": "normal, but rounded to steps of one seed standard deviation, like an accuracy "
     "on few samples",
     "MLPerf records": "runs drawn from one of 116 published references of MLPerf Training (3,753 "
-    "runs, benchmarks/mlperf_records.json). They are scaled to the mean and deviation of the case",
-    "rare bad seeds": "normal, but one seed of the mode in ten is bad. The bad seeds make the "
-    "whole difference of the means, so they end ten times as much worse",
+    "runs, benchmarks/mlperf_records.json). These runs are scaled to the mean and the standard "
+    "deviation "
+    "of the case",
+    "rare bad seeds": "normal, but one seed in ten of the mode is bad. The bad seeds cause the "
+    "whole difference of the means, so each ends worse by ten "
+    "times this difference",
 }
 RARE = 0.1  # share of bad seeds
 SHIFTS = {  # of equal seeds, beside the noise of their difference
-    "additive": "every seed of the mode ends by the same amount above its partner",
-    "scaled": "every seed of the mode ends by the same share above its partner",
+    "additive": "every seed of the mode ends higher than its partner by the same amount",
+    "scaled": "every seed of the mode ends higher than its partner by the same share",
 }
 RECORDS = [
     (np.array(runs, dtype=np.float64) - np.mean(runs)) / np.std(runs)

@@ -191,7 +191,7 @@ def sweep_tables(results: dict) -> str:
         lines += ["", *_rows(cells)]
     for sd, shared in dict.fromkeys((c["sd"], c["correlation"]) for c in results["correlated"]):
         cells = [c for c in results["correlated"] if (c["sd"], c["correlation"]) == (sd, shared)]
-        known = f"seeds {_percent(sd)}; correlation of the arms: {shared:g}"
+        known = f"seeds {_percent(sd)}; correlation of mode and baseline: {shared:g}"
         lines += ["", f"Standard deviation: {known}", ""]
         lines += _rows(cells)
     for kind in NOISES:

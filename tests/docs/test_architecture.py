@@ -37,7 +37,7 @@ MOVED = sum(lines_of(name)[0] for name in ("adapters", "bench", "paper"))
 
 
 def figure(text):
-    """Of a text such as 37,200, to hundreds."""
+    """Return the number of a text such as 37,200, to hundreds."""
     assert re.fullmatch(r"(\d+,)?\d?\d?00", text), f"{text}: write hundreds, 100 for a few lines"
     return int(text.replace(",", ""))
 
@@ -64,10 +64,10 @@ def test_the_row_of_an_extension(extension):
 
 
 def test_the_lines_of_the_core():
-    (code, tests) = re.findall(r"([\d,]+) lines, and ([\d,]+) of tests\.", WORDS)[0]
+    (code, tests) = re.findall(r"([\d,]+) lines of code and ([\d,]+) lines of tests\.", WORDS)[0]
     holds(code, CORE)
     holds(tests, CORE_TESTS)
-    (larger,) = re.findall(r"alone would leave ([\d,]+) lines", WORDS)
+    (larger,) = re.findall(r"`bench` and `paper`, ([\d,]+) lines would remain", WORDS)
     holds(larger, lines_in("mprun") - MOVED)
 
 

@@ -73,7 +73,7 @@ class Block:
 
     @property
     def commands(self) -> list[str]:
-        """Of a console block the lines behind `$`; without comments and with joined lines."""
+        """Return the lines behind `$` of a console block, joined and without comments."""
         lines = self.text.replace("\\\n", " ").splitlines()
         if self.language == "console":
             lines = [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
@@ -81,7 +81,7 @@ class Block:
         return [line for line in lines if line]
 
     def runs(self, line: str = "") -> bool:
-        """Whether it, or a line of it, is run."""
+        """Return whether the block, or a line of it, is run."""
         found = [argument for kind, argument, _ in self.marks if kind == "not run"]
         return not any(argument in line if argument else True for argument in found)
 

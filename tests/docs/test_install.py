@@ -86,7 +86,7 @@ def test_the_command_without_its_extra_says_what_to_install(words, alone):
     done = ended(alone, "-m", "mprun", *words)
     assert (done.returncode, done.stdout) == (2, "")
     assert re.fullmatch(
-        r"mprun: \w+: not installed; pip install 'mprun\[cli\]', in a clone pip install -e "
+        r"mprun: \w+: is not installed; pip install 'mprun\[cli\]', in a clone pip install -e "
         r"'\.\[cli\]'\n",
         done.stderr,
     )

@@ -60,7 +60,7 @@ def test_the_first_line_says_what_a_page_is_for(page):
     assert re.fullmatch(r"# .+", title), title
     paragraph = " ".join(after.partition("\n\n")[0].split())
     sentence = re.split(r"(?<=[.?])\s", paragraph)[0]
-    assert re.match(r"This page |Page \d of 6: at its end ", sentence), sentence
+    assert re.match(r"This page |Page \d of 6: after this page ", sentence), sentence
     plain = re.sub(r"`[^`]*`", "code", re.sub(r"\]\([^)]*\)", "", sentence))
     assert sentence[-1] in ".:" and len(plain.split()) <= MOST_WORDS, sentence
 

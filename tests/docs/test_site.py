@@ -39,7 +39,7 @@ def test_the_site(tmp_path):
     notebook = (out / "script" / "digits.html").read_text(encoding="utf-8")
     assert "worse than FP32 by at least" in notebook and "addcdiv_" in notebook
     keys = (out / "reference" / "keys.html").read_text(encoding="utf-8")
-    assert "scaler.growth_interval" in keys and "Steps without overflow" in keys
+    assert "scaler.growth_interval" in keys and "Number of steps without overflow" in keys
     api = (out / "reference" / "api.html").read_text(encoding="utf-8")
     # A `name: text` paragraph of a docstring is a list of parameters.
     assert re.search(r"<strong>norm_dtype</strong>.*parameters, statistics", api)
