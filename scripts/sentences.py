@@ -19,6 +19,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from importlib import import_module
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -91,8 +92,11 @@ def paragraphs(page: str) -> Iterator[tuple[int, str]]:
     """Yield (first line, text) of each paragraph, list item and long table cell of Markdown."""
     blank = re.sub(r"^( *)```.*?^\1```$|<!--.*?-->", _blank, page, flags=re.M | re.S)
     first, lines = 0, []
-    for number, line in enumerate([*blank.splitlines(), ""], start=1):
+    all_lines = [*blank.splitlines(), "", ""]
+    for number, (line, after) in enumerate(pairwise(all_lines), start=1):
         stripped = line.strip()
+        if re.match(r"\|[-:| ]+$", after.strip()):  # the head of a table
+            stripped = ""
         if stripped.startswith("|"):
             cells = (cell.strip() for cell in re.split(r"(?<!\\)\|", stripped))
             yield from ((number, cell) for cell in cells if len(cell.split()) >= _OF_A_CELL)
