@@ -2,6 +2,7 @@
 
 import shlex
 import sys
+import textwrap
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -16,7 +17,7 @@ from mprun.config.trust import as_overrides
 from mprun.data.loader import available_cores
 from mprun.data.source import Source
 from mprun.numerics.post_mortem import bad_losses
-from mprun.record.console import DATA_BOUND
+from mprun.record.console import DATA_BOUND, columns
 from mprun.record.metrics_columns import read_columns
 from mprun.record.run_record import Outcome
 from mprun.training.continuation import not_longer
@@ -110,14 +111,24 @@ def _longer(directory: Path, record: dict) -> str:
     """Return the command that extends a finished run, or what has to be said at its begin."""
     steps, schedule = 2 * record["steps"], record["config"]["optim"]["schedule"]
     if schedule != "constant":
-        return not_longer(schedule, record["steps"], steps)
+        return _whole_words(not_longer(schedule, record["steps"], steps))
     if "first_checkpoint" not in record:
-        return (
-            f"begin again with train.steps={steps}; or with train.checkpoint_every=N, and a resume "
-            "can extend the run"
+        return _whole_words(
+            f"begin again with train.steps={steps}, or with train.checkpoint_every=N, so that a "
+            "resume can extend the run"
         )
     given = [f"resume={directory}", f"train.steps={steps}", *as_overrides(record["config"])]
     return shlex.join(["mprun", *given])
+
+
+def _whole_words(text: str) -> str:
+    """Return a line, broken between words if stderr is a narrower terminal."""
+    if not sys.stderr.isatty():
+        return text
+    width, before = columns(1000, sys.stderr) - 1, len("mprun: to train longer: ")
+    return textwrap.fill(
+        text, width, initial_indent=" " * before, subsequent_indent="  ", break_on_hyphens=False
+    )[before:]
 
 
 def notes(config: RunConfig, built: Built) -> Iterator[str]:

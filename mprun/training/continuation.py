@@ -66,7 +66,7 @@ def check_length(config: RunConfig, record: Record, steps: int | None) -> None:
     shares = [one.at for one in config.precision.switch if isinstance(one.at, float)]
     if shares:
         part = f"precision.switch has at={shares[0]}, a share of {before} steps"
-        raise BadInput(f"train.steps={steps}: {part}: no resume extends it; begin with a step")
+        raise BadInput(f"train.steps={steps}: {part}: a resume cannot extend it; begin with a step")
 
 
 def run_directory(path: str) -> Path:
@@ -76,9 +76,9 @@ def run_directory(path: str) -> Path:
         raise BadInput(f"resume={path}: {no_folder(path)}")
     if not os.path.lexists(directory / "run.json"):
         if not os.path.lexists(directory / "config.yaml"):
-            raise BadInput(f"resume={path}: no config.yaml there; give a run directory")
+            raise BadInput(f"resume={path}: contains no config.yaml; name a run directory")
         raise BadInput(
-            f"resume={path}: no run.json there, because the run never reached its first step"
+            f"resume={path}: contains no run.json, because the run never reached its first step"
         )
     return directory
 
@@ -137,6 +137,6 @@ def _with_overrides(plain: dict, overrides: tuple[str, ...], choices: dict) -> d
 def not_longer(schedule: str, steps: int, wanted: int) -> str:
     """Return why a run whose rate depends on its length keeps it, and what to do instead."""
     return (
-        f"optim.schedule={schedule} was laid over {steps} steps: no resume extends it; begin with "
-        f"train.steps={wanted}, or optim.schedule=constant, which a resume may extend"
+        f"optim.schedule={schedule} was computed for {steps} steps, so a resume cannot extend the "
+        f"run; begin with train.steps={wanted}, or with optim.schedule=constant to extend it later"
     )

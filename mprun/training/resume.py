@@ -61,7 +61,9 @@ def resume(
             ranks.together(lambda: run.check_same_products(built))
             start = ranks.together(lambda: _start(directory, built, config, record))
             if ranks.first(start.step) != start.step:
-                raise Damaged(f"{directory}: rank {ranks.rank} has other checkpoints than rank 0")
+                raise Damaged(
+                    f"{directory}: rank {ranks.rank} has different checkpoints than rank 0"
+                )
             start = ranks.first(start)
         if not ranks.is_first:
             return run.follow(directory, config, built, start)
@@ -134,8 +136,8 @@ def _from_the_beginning(directory: Path, record: Record, is_first: bool) -> Star
     """
     if "first_checkpoint" in record:
         raise Damaged(
-            f"{directory / 'checkpoints'}: no checkpoint there, but the run wrote its first one at "
-            f"step {record['first_checkpoint']}"
+            f"{directory / 'checkpoints'}: contains no checkpoint, but the run wrote its first "
+            f"one at step {record['first_checkpoint']}"
         )
     if record["status"] == "done":
         raise BadInput(
@@ -166,4 +168,6 @@ def _check_same_data(path: str, record: dict, built) -> None:
         record.setdefault("data_before_repair", []).append(recorded)
         print(f"mprun: the data have changed since the run stopped ({change})", file=sys.stderr)
         return
-    raise BadInput(f"resume={path}: the data are not those that the run began with ({change})")
+    raise BadInput(
+        f"resume={path}: the data differ from the data at the start of the run ({change})"
+    )

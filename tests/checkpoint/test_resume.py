@@ -11,6 +11,7 @@ from mprun.cli import main
 from mprun.record import checkpoint
 from mprun.record.run_record import read_record
 from mprun.recording import environment
+from mprun.training import announcements
 
 from ..helpers import (
     TINY_AUTOENCODER,
@@ -302,13 +303,23 @@ def test_the_end_of_a_run_has_the_command_that_extends_it(tmp_path, capsys):
     assert main(command.split()[1:]) == 0 and record_of(tmp_path / "r")["last_step"] == 4
 
 
+def test_a_terminal_gets_whole_words(monkeypatch):
+    text = "begin again with train.steps=4, or with train.checkpoint_every=N"
+    assert announcements._whole_words(text) == text  # a program reads one line
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "60")
+    lines = f"mprun: to train longer: {announcements._whole_words(text)}".splitlines()
+    assert " ".join(map(str.strip, lines)) == f"mprun: to train longer: {text}"
+    assert len(lines) == 2 and max(map(len, lines)) < 60
+
+
 def test_a_rate_that_was_laid_over_the_length_keeps_it_and_says_so(tmp_path, capsys, monkeypatch):
     words = [*TINY_LM, "optim.schedule=cosine", "train.steps=2", "train.checkpoint_every=1"]
     assert run(tmp_path / "r", *words) == 0
     said = (
-        "optim.schedule=cosine was laid over 2 steps: no resume extends it; begin with train.steps="
+        "optim.schedule=cosine was computed for 2 steps, so a resume cannot extend the run; begin"
     )
-    end = "4, or optim.schedule=constant, which a resume may extend"
+    end = " with train.steps=4, or with optim.schedule=constant to extend it later"
     assert longer(capsys) == said + end
     monkeypatch.setitem(sys.modules, "mprun.training.resume", None)  # which loads torch, and more
     refused(capsys, f"resume={tmp_path / 'r'}", "train.steps=4", says=f"train.steps=4: {said}{end}")

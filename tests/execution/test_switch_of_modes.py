@@ -153,7 +153,10 @@ def test_the_record_tells_the_schedule(straight):
     ("given", "says"),
     [
         (switch(0.25, "bf16_master"), "a resumed run keeps precision.switch=[{at:0.5,to:{name:"),
-        ("train.steps=16", "precision.switch has at=0.5, a share of 8 steps: no resume extends"),
+        (
+            "train.steps=16",
+            "precision.switch has at=0.5, a share of 8 steps: a resume cannot extend",
+        ),
     ],
 )
 def test_a_resume_onto_another_schedule_is_refused(straight, given, says, tmp_path, capsys):
@@ -248,7 +251,11 @@ def test_a_bench_refuses_a_mode_that_changes(tmp_path, capsys):
     composed = compose_config([*TINY_GPT, "precision=tail"], str(tmp_path))
     assert composed.mode == "tail, fp32 from 50 %"
     bench = ["bench", *TINY_GPT, "--modes", "tail", "--config-dir", tmp_path]
-    refused(capsys, *bench, says="--modes tail: switches modes; a bench measures one at a time")
+    refused(
+        capsys,
+        *bench,
+        says="--modes tail: this mode switches to another; a bench measures one mode at a time",
+    )
     refused(capsys, "bench", *TINY_GPT, switch(0.5, "fp32"), says="a bench compares modes")
 
 
