@@ -55,7 +55,7 @@ def hint_of(verb: str, text: str) -> str:
 def required(what: str, module: str) -> None:
     """Raise ModuleNotFoundError, in one line, where the module that `what` needs is not there."""
     if not _is_there(module):
-        raise ModuleNotFoundError(f"{what}: needs {module}, which is missing here", name=module)
+        raise ModuleNotFoundError(f"{what}: needs {module}, which is not installed", name=module)
 
 
 def source_of(name: str) -> Path | None:

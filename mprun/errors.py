@@ -76,8 +76,8 @@ def needing(extra: str) -> Iterator[None]:
         if module not in OF_EXTRAS:
             raise
         raise MissingExtra(
-            f"{module}: not installed; pip install 'mprun[{extra}]', in a clone "
-            f"pip install -e '.[{extra}]'",
+            f"{module}: is not installed; pip install 'mprun[{extra}]', in a clone pip install -e "
+            f"'.[{extra}]'",
             name=module,
         ) from None
 

@@ -1,4 +1,4 @@
-"""What many tests need: small runs and networks, one step, equal bits, refusals in one line."""
+"""Many tests need small runs and networks, one step, equal bits, refusals in one line."""
 
 import dataclasses
 import inspect
@@ -100,7 +100,7 @@ def but(words, *changes) -> list[str]:
 
 
 def record_of(directory) -> dict:
-    """What run.json holds."""
+    """Return the content of run.json."""
     return json.loads((Path(directory) / "run.json").read_text())
 
 
@@ -118,7 +118,7 @@ def numbers_of(directory, split=None) -> list[str]:
 
 
 def settings_of(make) -> dict:
-    """What a builder takes by name, with the defaults; of an options object its fields."""
+    """Return a builder's arguments by name, with defaults, or an options object's fields."""
     found = {}
     for name, parameter in inspect.signature(make).parameters.items():
         options = dataclasses.is_dataclass(parameter.annotation)
@@ -153,7 +153,7 @@ def network(inputs=6, hidden=16, outputs=3, norm=None, activation=nn.ReLU) -> nn
 
 
 def making(optimizer, *arguments, **settings):
-    """What makes torch's optimizer of (name, tensor) pairs: making(torch.optim.SGD, 0.1)."""
+    """Return a maker of an optimizer for (name, tensor) pairs: making(torch.optim.SGD, 0.1)."""
     return lambda named: optimizer([tensor for _, tensor in named], *arguments, **settings)
 
 
@@ -181,7 +181,7 @@ def one_step(learner, inputs, loss=lambda outputs: outputs.square().mean(), meas
 
 @contextmanager
 def without_waiting():
-    """What waits for the GPU in here is an error."""
+    """Raise an error for each wait for the GPU in this block."""
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -80,7 +80,7 @@ def _check_attributes(factory: Factory, source: Any) -> None:
         if type(value) is not int or value < least:
             raise BadInput(f"{factory}: {name} of its source is {value!r}, must be >= {least}")
     if not isinstance(source.sha256, str) or not source.sha256:
-        raise BadInput(f"{factory}: sha256 of its source is {source.sha256!r}, must be text")
+        raise BadInput(f"{factory}: the sha256 of its source is {source.sha256!r}, must be text")
     description = source.description
     plain = isinstance(description, dict) and all(
         isinstance(name, str) and isinstance(value, str | int | float)
@@ -88,7 +88,7 @@ def _check_attributes(factory: Factory, source: Any) -> None:
     )
     if not plain or not {"name", "train_samples", "eval_samples"} <= description.keys():
         must = "must map names to plain values, with name, train_samples and eval_samples"
-        raise BadInput(f"{factory}: description of its source {must}")
+        raise BadInput(f"{factory}: the description of its source {must}")
 
 
 def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -140,11 +140,11 @@ def check_tanh_images(config: CustomDataConfig, image_size: int, source: Source)
     height, width = images.shape[2:]
     if (height, width) != (image_size, image_size):
         size = f"{height}x{width} pixels"
-        raise BadInput(f"{name}: images of {size}, model.image_size is {image_size}")
+        raise BadInput(f"{name}: has images of {size}, but model.image_size is {image_size}")
     low, high = images.min().item(), images.max().item()
     if not -1 - _RANGE_TOLERANCE <= low <= high <= 1 + _RANGE_TOLERANCE:
         must = "must be in [-1, 1] for a generator that ends in tanh"
-        raise BadInput(f"{name}: values from {low:g} to {high:g}, {must}")
+        raise BadInput(f"{name}: has values from {low:g} to {high:g}, {must}")
 
 
 def _wrong(batch: Any, kind: TaskKind, source: Source, device: torch.device) -> str | None:

@@ -88,12 +88,14 @@ def build(config: RunConfig, device: torch.device, ranks: Ranks = ALONE) -> Buil
     task.channels_last, _ = uses_channels_last(config, device)
     if task.steps_per_epoch < 1:
         none = f"the data have no full step of {task.samples_per_step} {task.sample}s"
-        raise BadInput(f"data.batch_size={config.data.batch_size}: too large, {none}")
+        raise BadInput(f"data.batch_size={config.data.batch_size}: is too large, {none}")
     steps, epochs = config.train.steps, config.train.epochs
     if steps is None:
         steps = max(1, round((epochs or 0.0) * task.steps_per_epoch))
         if steps > MAX_STEPS:
-            raise BadInput(f"train.epochs={epochs}: {steps} steps, at most {MAX_STEPS} are allowed")
+            raise BadInput(
+                f"train.epochs={epochs}: is {steps} steps, at most {MAX_STEPS} are allowed"
+            )
     lr = schedule_of(config.optim, steps, task.steps_per_epoch)
     rate = LearningRate(lr, [*task.learners.values()], device)
     stepper = build_step_runner(config, task, rate, device, steps, contexts)

@@ -179,7 +179,7 @@ class _Builder:
             return None
         size, channels = about.get("image_size"), about.get("channels")
         if size is None or channels is None:
-            raise BadInput(f"compare.metric={metric}: needs square images")
+            raise BadInput(f"compare.metric={metric}: this metric needs square images")
         return SampleDistance(int(size), int(channels), self.forward_context.device)
 
     def check_own_networks(
@@ -209,7 +209,9 @@ class _Builder:
             name = f"model.factory={model.factory}"
             own, new = ({p for one in of for p in one.parameters()} for of in (networks, copies))
             if own & new:
-                raise BadInput(f"{name}: returned a network twice; each call must build one")
+                raise BadInput(
+                    f"{name}: returned the same network twice; each call must build a new one"
+                )
             if device.type == "cuda" or native:
                 _check_recurrent(f"{name} precision={policy.name}", copies, self.forward_context)
         latent_size = getattr(model, "latent_size", 0)
@@ -310,13 +312,13 @@ def _own_networks(config: CustomModelConfig, data: Source) -> list[nn.Module]:
             raise BadInput(f"{factory}: the network has no parameter to train")
         for name, parameter in parameters.items():
             if isinstance(parameter, nn.UninitializedParameter):
-                raise BadInput(f"{factory}: {name} is a lazy layer without a size; give its size")
+                raise BadInput(f"{factory}: {name} is a lazy layer without a size; set its size")
             if parameter.is_floating_point() and parameter.dtype is not torch.float32:
                 use = "build the network in float32, precision= casts it"
                 raise BadInput(f"{factory}: {name} is {parameter.dtype}; {use}")
         for name, value in network.state_dict().items():
             if not isinstance(value, Tensor):
-                raise BadInput(f"{factory}: {name} in its state is no tensor")
+                raise BadInput(f"{factory}: {name} in its state is not a tensor")
     return list(made)
 
 
@@ -351,7 +353,9 @@ def weights_in(model: nn.Module, patterns: Sequence[str], key: str) -> set[str]:
         if own.requires_grad and (not patterns or any(name.startswith(one) for one in around))
     }
     if not names:
-        raise ValueError(f"{key}={list(patterns)}: no module that matches has weights")
+        raise ValueError(
+            f"{key}={list(patterns)}: no module that matches these patterns has weights"
+        )
     return names
 
 

@@ -82,7 +82,7 @@ def _found(key: str, name: str) -> Callable:
         if isinstance(error, ModuleNotFoundError) and error.name in parents:
             where = f"(looked in {os.getcwd()} and where Python looks)"
             raise BadInput(f"{key}={name}: no module named '{error.name}' {where}") from None
-        raise BadInput(f"{key}={name}: importing it: {raised(error)}") from error
+        raise BadInput(f"{key}={name}: importing the module failed: {raised(error)}") from error
     if not hasattr(module, function_name):
         hint = nearest(function_name, [word for word in vars(module) if word[0] != "_"])
         raise BadInput(f"{key}={name}: {module_name} has no '{function_name}'{hint}")

@@ -78,7 +78,12 @@ class Arguments(argparse.ArgumentParser):
         )
         self.verb, self.takes_overrides, self.verbs = verb, overrides, verbs
         if overrides:
-            self.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="as for a run")
+            self.add_argument(
+                "overrides",
+                nargs="*",
+                metavar="KEY=VALUE",
+                help="keys of the configuration, as for a run",
+            )
 
     def parse(self, arguments: list[str]) -> argparse.Namespace:
         """Return the values of the options; BadInput, or SystemExit after `--help`."""

@@ -93,7 +93,10 @@ def parse(words: Sequence[str]) -> Namespace:
     arguments = Arguments("compare", _WHAT, _MORE)
     add = arguments.add_argument
     add(
-        "paths", nargs="*", metavar="PATH", help="with --scalar: LABEL=PATH[,PATH...], a path a run"
+        "paths",
+        nargs="*",
+        metavar="PATH",
+        help="with --scalar: LABEL=PATH[,PATH...], one path for each run",
     )
     add_judging(arguments)
     add("--scalar", metavar="NAME", help="compare this scalar of other tools' logs")
@@ -116,7 +119,9 @@ def add_judging(arguments: Arguments) -> None:
     add("--baseline", metavar="MODE|PATH", help=_BASELINE)
     allow = "compare although these keys differ from the baseline's (the report says so)"
     add("--allow", type=names("--allow"), default=(), metavar="KEY[,KEY...]", help=allow)
-    add("--metric", metavar="NAME", help="another metric of the evaluation than compare.metric")
+    add(
+        "--metric", metavar="NAME", help="metric of the evaluation to use instead of compare.metric"
+    )
     add("--bar", "--margin", dest="margin", type=checked_margin, metavar="X", help=_MARGIN)
     add("--pair-sd", type=checked_pair_sd, metavar="S", help=_PAIR_SD)
     add("--looks", type=_looks, default=[], metavar="3,5,10", help=_LOOKS)

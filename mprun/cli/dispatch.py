@@ -189,7 +189,10 @@ def _dispatch(arguments: list[str]) -> int:
         return complete(options.shell_completion, verbs(), known)
     if options.multirun:
         if ranks_here.rank_info_from() is not None:
-            raise BadInput("-m: a sweep starts the ranks of its runs itself; start it once, alone")
+            raise BadInput(
+                "-m: a sweep starts the ranks of its runs itself; start the sweep in a single "
+                "process"
+            )
         from mprun.sweeps import STALL_AFTER_S, sweep
 
         stall_after = STALL_AFTER_S if options.stall_after is None else options.stall_after
@@ -200,17 +203,18 @@ def _dispatch(arguments: list[str]) -> int:
 
 def _refuse_contradictions(options: argparse.Namespace) -> None:
     if (options.resolve or options.package) and options.cfg is None:
-        raise BadInput("--resolve, --package: only with --cfg")
+        raise BadInput("--resolve, --package: are only allowed with --cfg")
     if options.multirun:
         return
     if options.jobs is not None:
-        raise BadInput(f"-j {options.jobs}: only for a sweep (-m), which runs several processes")
+        raise BadInput(f"-j {options.jobs}: is only for a sweep (-m), which runs several processes")
     if options.stall_after is not None:
         raise BadInput(
-            f"--stall-after {options.stall_after:g}: only for a sweep (-m), which watches its runs"
+            f"--stall-after {options.stall_after:g}: is only for a sweep (-m), which watches its "
+            "runs"
         )
     if options.rerun_damaged:
-        raise BadInput("--rerun-damaged: only for a sweep (-m)")
+        raise BadInput("--rerun-damaged: is only for a sweep (-m)")
 
 
 def verbs() -> dict[str, str]:
@@ -392,18 +396,33 @@ def _arguments() -> Arguments:
     """Return a parser for a run or a sweep: Hydra's options, and two for sweeps."""
     parser = Arguments("", "", overrides=True, verbs=verbs())
     add = parser.add_argument
-    add("-m", "--multirun", action="store_true", help="sweep: one process per run")
+    add("-m", "--multirun", action="store_true", help="start a sweep: one process per run")
     processes = number("-j", 1, 1024, "a number of processes", whole=True)
-    add("-j", "--jobs", type=processes, metavar="N", help="sweep: at most N runs at a time (1)")
+    add(
+        "-j",
+        "--jobs",
+        type=processes,
+        metavar="N",
+        help="in a sweep: at most N runs at a time (1)",
+    )
     seconds = "sweep: kill a run without progress for so long (1800; 0: never)"
     add("--stall-after", type=_seconds, metavar="SECONDS", help=seconds)
     damaged = "sweep: run finished runs with damaged files again"
     add("--rerun-damaged", action="store_true", help=damaged)
-    add("-cd", "--config-dir", metavar="DIR", help="folder of your options, DIR/GROUP/OPTION.yaml")
-    add("-c", "--cfg", metavar="job|hydra|all", help="print the configuration, run nothing")
-    add("-p", "--package", default="", metavar="KEY", help="with --cfg job: only this part")
-    add("--resolve", action="store_true", help="with --cfg: its output is always resolved")
-    add("-i", "--info", metavar="WHAT", help="Hydra's account: defaults, searchpath, config, ...")
+    add(
+        "-cd",
+        "--config-dir",
+        metavar="DIR",
+        help="folder with your own options, DIR/GROUP/OPTION.yaml",
+    )
+    add("-c", "--cfg", metavar="job|hydra|all", help="print the configuration and run nothing")
+    add("-p", "--package", default="", metavar="KEY", help="with --cfg job: print only this part")
+    add(
+        "--resolve",
+        action="store_true",
+        help="with --cfg: has no effect, because the output is always resolved",
+    )
+    add("-i", "--info", metavar="WHAT", help="Hydra's report: defaults, searchpath, config, ...")
     completion = "shell completion for bash, zsh, fish"
     add("-sc", "--shell-completion", metavar="install=SHELL", help=completion)
     add("-v", "--verbose", action="store_true", help="print the whole table of step 1")
@@ -413,5 +432,5 @@ def _arguments() -> Arguments:
 
 def _seconds(text: str) -> float:
     if not text.isdecimal() or int(text[:12]) > 10**9:
-        raise BadInput(f"--stall-after {text}: must be seconds >= 0 (0: never)")
+        raise BadInput(f"--stall-after {text}: must be a number of seconds >= 0 (0: never)")
     return float(text)

@@ -409,7 +409,7 @@ def show(options: argparse.Namespace) -> int:
         tree: Any = composed.as_dict()
         for key in options.package.split(".") if options.package else ():
             if not isinstance(tree, dict) or key not in tree:
-                raise BadInput(f"--package {options.package}: no such part of the configuration")
+                raise BadInput(f"--package {options.package}: the configuration has no such part")
             tree = tree[key]
         print(yaml.safe_dump(tree, sort_keys=False), end="")
         return DONE
@@ -418,7 +418,7 @@ def show(options: argparse.Namespace) -> int:
     from mprun.config.overrides import as_hydra_takes, line_of, parse_overrides
 
     def not_a_run(config: object) -> None:
-        raise AssertionError("this flag only shows a configuration, but would have started a run")
+        raise AssertionError("this option only shows a configuration, but would have started a run")
 
     prepare_hydra()
     source = [] if options.config_dir is None else ["--config-dir", options.config_dir]

@@ -33,7 +33,9 @@ def main(words: list[str]) -> int:
     arguments.add_argument("paths", nargs="*", type=Path, metavar="PATH")
     folders = arguments.parse(words).paths or [Path("outputs")]
     if folders == [Path("outputs")] and not folders[0].exists():
-        raise BadInput("outputs: no such folder here; name a folder with runs (mprun ls PATH)")
+        raise BadInput(
+            "outputs: this folder does not exist here; name a folder with runs (mprun ls PATH)"
+        )
     rows: list[tuple[str, ...]] = []
     ended: list[tuple[Path, Record]] = []  # otherwise than as done
     for directory in dict.fromkeys(run for one in folders for run in run_directories(one)):

@@ -32,7 +32,9 @@ def main(words: list[str]) -> int:
     arguments.add_argument("run", metavar="RUN", type=Path)
     directory = arguments.parse(words).run
     if not (directory / "run.json").is_file():
-        raise BadInput(f"{directory}: no run there (allowed: a run directory; mprun ls lists them)")
+        raise BadInput(
+            f"{directory}: contains no run (allowed: a run directory; mprun ls lists them)"
+        )
     record = read_record(directory, "status", "created", "precision.mode", "config")
     measured = read_columns(directory / "metrics.jsonl")
     for name, text in _facts(directory, record, measured):

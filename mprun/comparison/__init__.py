@@ -46,24 +46,24 @@ def compare(
     The function writes nothing. A notebook shows the result as a table.
 
     Args:
-        paths: Run directories, or folders that hold runs (searched to any depth). With `scalar`:
-            "LABEL=PATH[,PATH...]" for each label, as on the command line.
-        baseline: The precision mode of the baseline's runs, or a path that holds these runs
+        paths: Run directories, or folders that contain runs (searched to any depth). With
+            `scalar`: "LABEL=PATH[,PATH...]" for each label, as on the command line.
+        baseline: The precision mode of the baseline's runs, or a path that contains these runs
             (None: the mode that the runs' compare.baseline names).
         allow: Keys in which runs may nevertheless differ from the baseline.
         metric: An evaluation metric to use instead of the runs' compare.metric.
         margin: A margin to use instead of the runs' compare.margin: relative (0.01 = 1 %) for
-            losses and distances, else in the metric's unit: points for top1.
+            losses and distances, otherwise in the metric's unit: points for top1.
         looks: Planned numbers of seeds for a verdict, ascending from 3.
         scalar: Compare this scalar of other tools' logs.
         step: With `scalar`: the column that counts the steps.
-        higher_is_better: With `margin`: the metric is an accuracy or a score. For a `scalar`, and
-            for a metric of which the runs do not say it.
-        lower_is_better: The same: it is not an accuracy or a score.
-        absolute: The margin is in the metric's own unit, not relative to the baseline.
-        paired: With `scalar`: every label lists its runs in the order of the same seeds.
-        pair_sd: Where a mode and the baseline have one run each: the known standard deviation of
-            such a pair's gap, in the margin's unit.
+        higher_is_better: With `margin`: whether the metric is an accuracy or a score. It is needed
+            for a `scalar`, and for a metric whose direction the runs do not record.
+        lower_is_better: Whether the metric is not an accuracy or a score, for the same cases.
+        absolute: Whether the margin is in the metric's unit, not relative to the baseline.
+        paired: With `scalar`: whether every label lists its runs in the order of the same seeds.
+        pair_sd: If a mode and the baseline have one run each: the known standard deviation of the
+            gap of such a pair, in the margin's unit.
 
     Returns:
         The comparison: `verdicts`, `to_dict()`, `write(folder)`.
@@ -110,8 +110,8 @@ def compare(
         there = sorted({run.mode for run in runs})
         if isinstance(baseline, str) and baseline not in there:
             raise BadInput(
-                f"--baseline {baseline}: no such path, and no run of such a mode; there are runs "
-                f"of {', '.join(there)}"
+                f"--baseline {baseline}: there is no such path, and no run of such a mode; there "
+                f"are runs of {', '.join(there)}"
             )
         judged_otherwise = metric is not None or margin is not None
         protos, refused = group_runs(runs, asked["--allow"], baseline, judged_otherwise)
@@ -148,8 +148,8 @@ def compare(
     verdicts = [row.verdict for group in groups for row in group.rows]
     if asked["--pair-sd"] is not None and not any(verdict.facts for verdict in verdicts):
         raise BadInput(
-            f"--pair-sd {asked['--pair-sd']:g}: only for one run of the baseline and one of a mode "
-            "with the same seed; there is no such pair"
+            f"--pair-sd {asked['--pair-sd']:g}: needs one run of the baseline and one run of a "
+            "mode with the same seed; there is no such pair"
         )
     return ComparedRuns(
         groups=groups,
@@ -173,7 +173,7 @@ def _refuse_contradictions(asked: dict[str, Any]) -> None:
     for flag in ("--paired", "--step"):
         if asked[flag] and not foreign:
             raise BadInput(
-                f"{flag}: only with --scalar; runs of mprun record their steps and seeds"
+                f"{flag}: is only allowed with --scalar; runs of mprun record their steps and seeds"
             )
     if asked["--higher-is-better"] and asked["--lower-is-better"]:
         raise BadInput("--higher-is-better, --lower-is-better: give only one of the two")
@@ -182,7 +182,7 @@ def _refuse_contradictions(asked: dict[str, Any]) -> None:
             raise BadInput(f"{flag}: needs --margin, in the unit of the metric")
     for flag in ("--baseline", "--allow", "--metric"):
         if foreign and asked[flag]:
-            raise BadInput(f"{flag}: not with --scalar; only for runs of mprun")
+            raise BadInput(f"{flag}: is not allowed with --scalar; it is only for runs of mprun")
 
 
 def checked_margin(given: str | float) -> float:

@@ -264,7 +264,7 @@ def _margin(values: Values) -> Margin:
         if zero:
             raise BadInput(
                 f"{asked}: is relative to {of_mean}, which must not be 0: it is {mean:.3g}, which "
-                f"{number_of(len(values.base), question.counted)} cannot tell from it. Give "
+                f"{number_of(len(values.base), question.counted)} cannot tell from it. Pass "
                 "--margin X --absolute, in the unit of the metric"
             )
         return Margin(setting, mean)
@@ -300,8 +300,9 @@ def _decide_at_looks(decision: Decision, values: Values) -> None:
         if len(values.own) != len(values.base) or taken[-1] != available:
             raise BadInput(
                 f"--looks {','.join(map(str, plan))}: {len(values.own)} and {len(values.base)} "
-                "runs name no seeds, so nothing says which of them a look would take. Give "
-                f"as many in both labels, {' or '.join(map(str, plan))}, or name the seeds"
+                "runs name no seeds, so it is unclear which of them a look would use. Pass "
+                f"equally many runs in both labels, {' or '.join(map(str, plan))}, or name the "
+                "seeds"
             )
         taken = taken[-1:]  # the earlier looks were taken when there were no more runs
     spending, enough = values.question.spending, None

@@ -170,7 +170,9 @@ def _outcome(run: RunData, question: Question) -> Outcome:
     asked = f"{run.path}: {'--scalar' if run.foreign else 'compare.metric'}={metric}"
     if metric not in run.evals:
         known = ", ".join(name for name in run.evals if name not in ("step", "updates"))
-        raise BadInput(f"{asked}: not in its evaluations; must be one of {known or '(none)'}")
+        raise BadInput(
+            f"{asked}: is not in the run's evaluations; must be one of {known or '(none)'}"
+        )
     column, steps = run.evals[metric], run.evals["step"]
     if column.size == 0:
         raise BadInput(f"{asked}: the run has no evaluation")
@@ -181,8 +183,8 @@ def _outcome(run: RunData, question: Question) -> Outcome:
         last = column[-window:].tolist()
     if len(last) < window:
         raise BadInput(
-            f"{asked}: compare.window={window}: must be at most the "
-            f"{column.size} evaluations of the run"
+            f"{asked}: compare.window={window}: must be at most {column.size}, the number of "
+            "evaluations of the run"
         )
     step = nonfinite_from(run, metric, window)
     if step is None and not all(abs(value) < _LARGEST for value in last):

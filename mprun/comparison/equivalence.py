@@ -336,7 +336,7 @@ def _mean_and_variance(values: Sequence[float]) -> tuple[float, float]:
     """Return mean and sample variance (divided by n - 1): two passes, each sum rounded once."""
     count = len(values)
     if count < 2:
-        raise ValueError(f"{count} values: an interval needs at least 2")
+        raise ValueError(f"an interval needs at least 2 values, got {count}")
     if min(values) == max(values):  # the rounded mean of equal values may differ from them
         return values[0], 0.0
     mean = math.fsum(values) / count

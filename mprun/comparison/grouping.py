@@ -256,7 +256,7 @@ def _check_allowed(allow: Sequence[str], runs: Sequence[RunData]) -> None:
         if not any(_matches(key, [one]) for key in known):
             raise BadInput(f"--allow {one}: no run has this key{nearest(one, known)}")
         if is_no_key(one) or of_arm(one) or of_arm(f"{one}."):
-            raise BadInput(f"--allow {one}: this key may always differ; leave it out")
+            raise BadInput(f"--allow {one}: this key may always differ; omit it")
 
 
 def _baseline(family: list[SeedGroup], allow: Sequence[str]) -> SeedGroup | None:
@@ -273,7 +273,7 @@ def _baseline(family: list[SeedGroup], allow: Sequence[str]) -> SeedGroup | None
         first, second = candidates[:2]
         raise BadInput(
             f"--baseline: {first.first.path} and {second.first.path} differ in "
-            f"{pairs_text(differences(first.keys, second.keys))}; give one configuration"
+            f"{pairs_text(differences(first.keys, second.keys))}; name runs of one configuration"
         )
     # Prefer the configuration that exactly matches most runs of other modes.
     others = [canonical(c.shared) for c in family if not c.is_baseline for _ in c.runs]

@@ -91,7 +91,9 @@ def run_directories(path: Path, say: Callable[[str], object] = _say) -> list[Pat
     if not path.exists():
         raise BadInput(f"{path}: no such file or directory")
     if not path.is_dir():
-        raise BadInput(f"{path}: not a folder; give a run directory or a folder that holds runs")
+        raise BadInput(
+            f"{path}: is not a folder; name a run directory or a folder that contains runs"
+        )
 
     def found_in(folder: Path) -> list[Path]:
         if (folder / "run.json").is_file() and not is_foreign(folder):
@@ -102,7 +104,9 @@ def run_directories(path: Path, say: Callable[[str], object] = _say) -> list[Pat
 
     found = [*search(path, found_in)]
     if not found:
-        raise BadInput(f"{path}: no run there; give a run directory or a folder that holds runs")
+        raise BadInput(
+            f"{path}: contains no run; name a run directory or a folder that contains runs"
+        )
     return found
 
 
@@ -128,7 +132,7 @@ def search(
     except FileNotFoundError:
         return
     except OSError as error:
-        raise BadInput(f"{folder}: cannot be read ({error.strerror})") from None
+        raise BadInput(f"{folder}: the folder cannot be read ({error.strerror})") from None
     for name in sorted(names, key=natural_order):
         aside = re.fullmatch(r"(.+)\.attempt\d+", name)
         if not (name.startswith(".") or name == SUMMARY_FOLDER or (aside and aside[1] in names)):
@@ -146,7 +150,7 @@ def load_run(directory: Path, record: dict[str, Any]) -> RunData:
     """Read one run directory; `record` is the content of its run.json."""
     metrics, ended = directory / "metrics.jsonl", record.get("status") in OUTCOMES
     if ended and not metrics.exists():
-        raise Damaged(f"{metrics}: missing, although the run is recorded as {record['status']}")
+        raise Damaged(f"{metrics}: is missing, although the run is recorded as {record['status']}")
     try:
         columns = read_columns(metrics)
     except OSError as error:

@@ -39,7 +39,7 @@ _MOST_ROWS = 60  # most runs shown
 
 
 def load(path: str | Path) -> "RecordedRuns":
-    """Read the records of every run at or below a path; imports no torch.
+    """Read the records of every run at or below a path, without importing torch.
 
     Args:
         path: A run directory, or a folder that is searched to any depth.
@@ -47,9 +47,8 @@ def load(path: str | Path) -> "RecordedRuns":
     Returns:
         All runs in the order of their names. `.one` is the run of a run directory.
 
-    Raises:
-        BadInput: There is no run.
-        Damaged: A run.json is not a record.
+    Raises: BadInput: There is no run at or below the path. Damaged: A file run.json is not the
+    record of a run.
     """
     return RecordedRuns([RecordedRun(directory) for directory in run_directories(Path(path))])
 
@@ -91,7 +90,7 @@ class _Frames(ABC):
 
 
 class RecordedRun(_Frames):
-    """One run directory; metrics.jsonl is read on first use, the probes whenever asked for.
+    """One run directory; metrics.jsonl is read on first use, and probes are read at each access.
 
     Attributes:
         path: The run directory.
@@ -100,7 +99,7 @@ class RecordedRun(_Frames):
         scaler: The name of the loss scaler.
         seed: The run's seed.
         status: done, diverged, failed, preempted or running.
-        cause: Why the run ended, if it is not done.
+        cause: The reason why the run ended, if it is not done.
     """
 
     def __init__(self, path: str | Path):
@@ -115,7 +114,7 @@ class RecordedRun(_Frames):
 
     @property
     def config(self) -> dict[str, Any]:
-        """Return the resolved configuration, nested; empty if none was recorded."""
+        """Return the resolved configuration, nested; empty if no configuration was recorded."""
         return self.record.get("config", {})
 
     @property
@@ -127,7 +126,8 @@ class RecordedRun(_Frames):
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Return "loss", "top1", "perplexity", ... of the final evaluation, else of the newest."""
+        """Return "loss", "top1", "perplexity", ... of the final evaluation, or of the newest if
+        there is no final one."""
         final = self.record.get("final")
         if final is not None:
             return {name: float(value) for name, value in final.items()}
@@ -135,7 +135,7 @@ class RecordedRun(_Frames):
         return {name: float(own[-1]) for name, own in columns.items() if name not in NO_METRIC}
 
     def columns(self, part: Part) -> Columns:
-        """Return the data of a part without pandas: name -> array [rows]."""
+        """Return the data of a part without pandas, as a mapping from name to array [rows]."""
         if part == "probes":
             return _columns([row for probe in read_probes(self.path) for row in _probe_rows(probe)])
         if part not in ("train", "evals"):
@@ -166,7 +166,7 @@ class RecordedRun(_Frames):
 
 
 class RecordedRuns(_Frames, Sequence[RecordedRun]):
-    """A sequence of runs, whose frames have the columns run, mode and seed in front."""
+    """A sequence of runs; its data frames begin with the columns run, mode and seed."""
 
     def __init__(self, runs: Sequence[RecordedRun]):
         self._runs = list(runs)
@@ -184,9 +184,9 @@ class RecordedRuns(_Frames, Sequence[RecordedRun]):
 
     @property
     def one(self) -> RecordedRun:
-        """Return the only run; raise BadInput if there are several, or none."""
+        """Return the only run; raise BadInput if there is not exactly one."""
         if len(self) != 1:
-            raise BadInput(f"one: there are {len(self)} runs; take [0], or load a run directory")
+            raise BadInput(f".one: there are {len(self)} runs; use [0], or load a run directory")
         return self._runs[0]
 
     if not TYPE_CHECKING:  # a type checker would accept any name
@@ -205,7 +205,7 @@ class RecordedRuns(_Frames, Sequence[RecordedRun]):
         return _frame(_columns([run._summary for run in self]))
 
     def columns(self, part: Part) -> Columns:
-        """Return the columns as `RecordedRun.columns` does, with run, mode and seed in front."""
+        """Return the columns as `RecordedRun.columns` does, preceded by run, mode and seed."""
         rows = []
         for run in self:
             head = {"run": str(run.path), "mode": run.mode, "seed": run.seed}
@@ -238,12 +238,13 @@ class ComparedRuns(Comparison):
 
     @property
     def verdicts(self) -> "DataFrame":
-        """Return the numbers of the printed table: a row per mode of each group, baselines first.
+        """Return the numbers of the printed table: one row for each mode of each group, baselines
+        first.
 
-        difference, low, high and margin are in `unit`: "%" of the baseline's mean, "points", or ""
-        (the unit of the metric). Positive is worse. The columns speedup, memory_ratio and
-        activation_ratio are relative to the baseline. `emulated` says that speed and peak memory
-        are the emulation's.
+        The columns difference, low, high and margin are in `unit`: "%" of the baseline's mean,
+        "points", or "" (the unit of the metric). Positive is worse. The columns speedup,
+        memory_ratio and activation_ratio are relative to the baseline. `emulated` says that speed
+        and peak memory describe the emulation.
         """
         return _frame(self.columns())
 
@@ -251,7 +252,7 @@ class ComparedRuns(Comparison):
     def curves(self) -> "DataFrame":
         """Return a row for each recorded step and evaluation of each run, as curves are drawn.
 
-        `split` is "train" or "eval"; of a long run at most 500 records of each are there, evenly
+        `split` is "train" or "eval"; for a long run, each has at most 500 records, evenly
         thinned.
         """
         rows = []
@@ -268,13 +269,11 @@ class ComparedRuns(Comparison):
         """Return a matplotlib figure of the report: `comparison.figure().savefig("loss.png")`.
 
         Args:
-            name: "intervals", "difference", "loss-steps", "loss-scale", ...; an unknown name lists
-                those that there are.
+            name: "intervals", "difference", "loss-steps", "loss-scale", ...; for an unknown name,
+                the error lists the existing figures.
             group: number of the configuration, if several were compared.
 
-        Raises:
-            BadInput: There is no such figure.
-            MissingExtra: matplotlib is not installed.
+        Raises: BadInput: No such figure exists. MissingExtra: matplotlib is not installed.
         """
         with needing("notebook"):
             from mprun.comparison.figures import group_figures
@@ -288,7 +287,8 @@ class ComparedRuns(Comparison):
         return drawn[name]
 
     def columns(self) -> Columns:
-        """Return the data of `verdicts` without pandas: name -> array [rows]."""
+        """Return the data of `verdicts` without pandas, as a mapping from name to array
+        [rows]."""
         return _columns(
             [_verdict_row(group, row) for group in self.groups for row in group.every_row]
         )
@@ -301,14 +301,13 @@ class ComparedRuns(Comparison):
         """Write report.html, report.md, results.json and figures, as `mprun compare` does.
 
         Args:
-            folder: Created if missing; an earlier comparison in it is replaced.
+            folder: Created if missing; replaces an earlier comparison in this folder.
 
         Returns:
             The path of report.html.
 
-        Raises:
-            BadInput: The folder holds something else, or cannot be created.
-            MissingExtra: matplotlib or Pillow is not installed.
+        Raises: BadInput: The folder contains other files, or cannot be created. MissingExtra:
+            matplotlib or Pillow is not installed.
         """
         with needing("notebook"):
             from mprun.comparison.report import write_folder

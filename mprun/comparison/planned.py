@@ -27,8 +27,8 @@ def of_plan(arm: Arm, baseline: Arm) -> tuple[SeedPlan | None, Arm, Arm]:
     plan = plans[0]
     if other := next((one for one in plans if one != plan), None):
         raise BadInput(
-            f"{arm.label}: its runs have two plans, seeds {_span(plan)} and {_span(other)}; give "
-            f"only the runs of one plan"
+            f"{arm.label}: the runs have two plans, seeds {_span(plan)} and {_span(other)}; pass "
+            "only the runs of one plan"
         )
     of_it = [
         run for run in arm.runs if SeedPlan.of_keys(run.keys) == plan and run.seed in plan.seeds

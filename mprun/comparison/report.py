@@ -86,7 +86,7 @@ def write_folder(comparison: Comparison, folder: Path) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise BadInput(f"--out {folder}: cannot be made ({error.strerror})") from None
+        raise BadInput(f"--out {folder}: cannot be created ({error.strerror})") from None
     for name in earlier:  # perhaps of other groups
         (folder / name).unlink(missing_ok=True)
     # One that ends before its page is replaced by the next one, too.
@@ -117,7 +117,7 @@ def _earlier_figures(folder: Path) -> list[str]:
             return [name for name in content["figures"] if Path(name).name == name]
     except (OSError, ValueError, KeyError, TypeError):
         pass
-    raise BadInput(f"--out {folder}: holds other files; choose an empty or a new folder")
+    raise BadInput(f"--out {folder}: contains other files; choose an empty or a new folder")
 
 
 def render(template: str, **given: Any) -> Markup:

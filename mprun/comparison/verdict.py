@@ -35,7 +35,7 @@ def judge(arm: Arm, baseline: Arm, question: Question) -> tuple[Verdict, list[Ou
     if plan is not None and question.looks:
         raise BadInput(
             f"--looks {','.join(map(str, question.looks))}: {arm.label} has looks planned before "
-            f"its runs, at {plan.first} to {plan.most} seeds (until=decided); leave --looks out"
+            f"its runs, at {plan.first} to {plan.most} seeds (until=decided); omit --looks"
         )
     if plan is not None:
         question = replace(question, looks=plan.looks, spending=True)
@@ -94,7 +94,7 @@ def assess(
     name = metric or keys.get("compare.metric")
     if name is None or (not base.foreign and "compare.window" not in keys):
         raise BadInput(
-            "compare.metric, compare.window: the runs have different values; give --metric"
+            "compare.metric, compare.window: the runs have different values; pass --metric"
         )
     known = _metric(proto, name, higher_is_better)
     question = _question(proto, known, margin, absolute)
@@ -162,7 +162,7 @@ def _metric(proto: ProtoGroup, name: str, higher: bool | None) -> Metric:
     known = dict.fromkeys(one for one in evals if one not in NO_METRIC)
     if known and name not in known:
         raise BadInput(
-            f"compare.metric={name}: not in the runs' evaluations; {must_be(name, known)}"
+            f"compare.metric={name}: is not in the runs' evaluations; {must_be(name, known)}"
         )
     found: dict[tuple[bool, str], tuple[Metric, str]] = {}  # direction, unit -> one, of which run
     for run in proto.every_run:
@@ -170,8 +170,8 @@ def _metric(proto: ProtoGroup, name: str, higher: bool | None) -> Metric:
             found.setdefault((own.higher_is_better, own.unit), (own, run.path))
     if not found and higher is None:
         raise BadInput(
-            f"compare.metric={name}: the runs record no direction; give --higher-is-better (with "
-            f"--margin X in its unit) or --lower-is-better"
+            f"compare.metric={name}: the runs record no direction; pass --higher-is-better (with "
+            "--margin X in its unit) or --lower-is-better"
         )
     if len(found) > 1:
         (one, path), (other, another) = [*found.values()][:2]
@@ -191,7 +191,7 @@ def _question(proto: ProtoGroup, metric: Metric, margin: float | None, absolute:
     keys = proto.keys
     if margin is None and keys.get("compare.metric") == metric.name:
         if "compare.margin" not in keys:
-            raise BadInput("compare.margin: the runs have different values; give --margin")
+            raise BadInput("compare.margin: the runs have different values; pass --margin")
         margin = keys["compare.margin"]
     if margin is None:
         declared = [own for run in proto.every_run if (own := run.metric_called(metric.name))]
@@ -199,11 +199,13 @@ def _question(proto: ProtoGroup, metric: Metric, margin: float | None, absolute:
         if len(found) > 1:
             several = ", ".join(sorted("none" if one is None else f"{one:g}" for one in found))
             raise BadInput(
-                f"the runs differ in the margin of {metric.name} ({several}): give --margin"
+                f"the runs differ in the margin of {metric.name} ({several}): pass --margin"
             )
         margin = found.pop()
     if margin is None:
-        raise BadInput(f"compare.margin=null: {metric.name} needs --margin X, in its own unit")
+        raise BadInput(
+            f"compare.margin=null: {metric.name} needs --margin X, in the unit of the metric"
+        )
     relative = metric.relative and not absolute
     if relative and margin >= 0.5:
         raise BadInput(

@@ -11,17 +11,18 @@ class NumericsConfig:
     """Measurements during training; none of them changes a number of the run."""
 
     probes: bool = setting(
-        False, "Probe exponents, underflow and lost updates; numerics=probes sets it"
+        False, "Whether to probe exponents, underflow and lost updates; numerics=probes sets it"
     )
-    every: int = count(100, "Probe every step that this number divides")
+    every: int = count(100, "A step is probed if this number divides it")
     modules: list[str] = setting(
         list, "Module-name patterns to probe; without any: all modules without submodules"
     )
     shadow_every: int = from_zero(
-        0, "Repeat every step that this number divides in FP32, from the same weights; 0: never"
+        0, "A step is repeated in FP32, from the same weights, if this number divides it; 0: never"
     )
     keep_failure: bool = setting(
-        True, "Keep the state before a failing step, to replay it and find the cause"
+        True,
+        "Whether the state before a failing step is saved, to replay the step and find the cause",
     )
 
 
@@ -36,8 +37,12 @@ class DistConfig:
     order: str = one_of(
         "fast fixed", "Add micro-batches in their order (fixed), or in the fastest order"
     )
-    bucket_mb: float = positive(25.0, "MiB of gradients that are summed at a time", at_most=4096.0)
-    timeout_s: float = positive(100.0, "Seconds that a rank waits for the others", at_most=86_400.0)
+    bucket_mb: float = positive(
+        25.0, "Size in MiB of the buckets of gradients that are summed together", at_most=4096.0
+    )
+    timeout_s: float = positive(
+        100.0, "Number of seconds that a rank waits for the others", at_most=86_400.0
+    )
 
 
 @dataclass(slots=True)

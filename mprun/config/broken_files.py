@@ -96,7 +96,7 @@ def _read(path: str, option: str) -> OptionFile:
     own = (f"schema/{group}/", f"{group}/")
     if group in ("model", "data") and not any(one.startswith(own) for one in named):
         needs = f"its defaults need /schema/{group}/NAME@_here_"
-        raise BadInput(f"{path}: has no name of a thing to build; {needs}")
+        raise BadInput(f"{path}: does not name what to build; {needs}")
     return OptionFile(path, option, values, named)
 
 

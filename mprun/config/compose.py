@@ -366,7 +366,7 @@ def config_from_record(record: dict, given: trust.Vouched = trust.NOTHING) -> Ru
     except (KeyError, TypeError, AttributeError, ValueError, OmegaConfBaseException) as error:
         key = str(getattr(error, "full_key", None) or "")
         if isinstance(error, ConfigKeyError):
-            raise BadInput(f"config.yaml: {key}: no key of this version of mprun") from None
+            raise BadInput(f"config.yaml: {key}: this version of mprun has no such key") from None
         where, reason = f"config.yaml: {key}".rstrip(": "), str(error).splitlines()[0]
         raise BadInput(f"{where} does not fit this version of mprun: {reason}") from None
     check(config)

@@ -8,7 +8,7 @@ from mprun.config.fields import count, from_zero, one_of, setting
 
 def _format(of: str) -> Any:
     return one_of(
-        "e4m3 e5m2 e2m1 int8", f"Format of {of} in linear layers; null: uncast", default=None
+        "e4m3 e5m2 e2m1 int8", f"Format of {of} of linear layers; null: not cast", default=None
     )
 
 
@@ -27,26 +27,30 @@ class MatmulConfig:
         "Numbers that share a scale: tensor, row, RxC (R rows of C along the sum); none: scale 1",
     )
     weight_granularity: str | None = setting(
-        None, "Granularity of weights, such as 16x16, which needs one cast; null: the same"
+        None, "Granularity of weights, such as 16x16, which needs one cast; null: as in granularity"
     )
     scale: str = one_of(
         "fp32 pow2 e8m0 e4m3 four_over_six delayed",
-        "pow2: floor to a power of two; e8m0: MX; e4m3: NVFP4; four_over_six: to 6 or 4; delayed: "
-        "earlier",
+        "pow2: power of two, rounded down; e8m0: MX; e4m3: NVFP4; four_over_six; delayed: from "
+        "history",
     )
     scale_rounding: str = one_of(
         "rceil ceil even floor",
-        "scale=e8m0: rounding of the scale; rceil: never clips; floor: OCP MX 1.0",
+        "With scale=e8m0: rounding of the scale; rceil: never clips; floor: as in OCP MX 1.0",
     )
     history: int = count(
-        1024, "scale=delayed: number of updates whose largest magnitude counts", at_most=1_000_000
+        1024,
+        "With scale=delayed: number of updates from which the largest magnitude is taken",
+        at_most=1_000_000,
     )
     margin: int = from_zero(
-        0, "scale=delayed: powers of two left free above that magnitude", at_most=64
+        0,
+        "With scale=delayed: number of powers of two that stay free above the largest magnitude",
+        at_most=64,
     )
     grad_rounding: str = one_of(
         "nearest stochastic both",
-        "Rounding of the output's gradient; stochastic: exact on average; both: both operands",
+        "Rounding of the gradient of the output; stochastic: exact on average; both: both operands",
     )
     hadamard: list[str] = one_of(
         _PRODUCTS,
@@ -58,7 +62,7 @@ class MatmulConfig:
     )
     dequantized: list[str] = one_of(
         "grad_input grad_weight",
-        "Gradient products that take the numbers decoded from the output's casts",
+        "Gradient products that use the numbers decoded from the casts for the output",
         default=list,
     )
     modules: list[str] = setting(
@@ -73,11 +77,13 @@ class AttentionConfig:
     """Formats of attention, as of `F.scaled_dot_product_attention`."""
 
     format: str | None = one_of(
-        "e4m3 e5m2", "Format of queries, keys, values, probabilities; null: uncast", default=None
+        "e4m3 e5m2",
+        "Format of queries, keys, values and probabilities; null: not cast",
+        default=None,
     )
     grad_format: str = one_of(
         "e5m2 e4m3", "Format of the gradients of the output and of the scores"
     )
     granularity: str = one_of(
-        "head tensor", "Part that shares a scale; head: each head of each sequence"
+        "head tensor", "Part of a tensor that shares a scale; head: each head of each sequence"
     )

@@ -107,7 +107,7 @@ class TaskKind:
 
     def __post_init__(self) -> None:
         if not all(isinstance(metric, Metric) for metric in self.metrics):
-            raise TypeError(f"task {self.name}: metrics must be of mprun.Metric")
+            raise TypeError(f"task {self.name}: every metric must be a mprun.Metric")
         if self.metric(self.judged) is None:
             raise ValueError(f"task {self.name}: judged={self.judged!r} must be one of its metrics")
 
@@ -138,11 +138,15 @@ class DataConfig:
 
     component: ClassVar[DataSource] = DataSource(name="", config=object, family="")
     name: str = setting(MISSING, "Data source to build; data=OPTION sets it")
-    root: str | None = place("Folder that holds the files; null: embedded or synthetic data")
-    batch_size: int = count(32, "Samples (text: streams) of a micro-batch, on one device")
+    root: str | None = place(
+        "Folder that contains the data files; null: embedded or synthetic data"
+    )
+    batch_size: int = count(
+        32, "Number of samples (for text: streams) in a micro-batch, on one device"
+    )
     workers: int | None = ranged(
         None,
-        "Loader processes; null: as many as pay off if files are decoded, else none",
+        "Number of loader processes; null: as many as help if files are decoded, otherwise none",
         at_least=0,
         at_most=256,
         role=READING,

@@ -48,54 +48,54 @@ class OptimConfig:
     """Optimizer and learning-rate schedule; the schedule counts applied updates."""
 
     name: str = one_of(OPTIMIZERS.keys(), "Optimizer; optim=OPTION sets it", default="sgd")
-    lr: float = positive(0.1, "Learning rate; with a schedule, its highest value")
+    lr: float = positive(0.1, "Learning rate; with a schedule, the highest value")
     weight_decay: float = from_zero(
-        0.0, "Weight decay: L2 added to the gradient; decoupled in adamw and muon"
+        0.0, "Weight decay: added to the gradient (L2); in adamw and muon, decoupled"
     )
     momentum: float | None = share(None, "Momentum; 0: plain SGD")
-    nesterov: bool | None = setting(None, "Nesterov's form of momentum")
+    nesterov: bool | None = setting(None, "Whether the momentum has Nesterov's form")
     betas: list[float] | None = share(None, "Decay of the averages of the gradient and its square")
-    alpha: float | None = share(None, "Decay of the average of squared gradients")
+    alpha: float | None = share(None, "Decay factor of the average of squared gradients")
     eps: float | None = from_zero(
-        None, "Number added to the denominator; 2^-25 and below is 0 in FP16"
+        None, "Number added to the denominator; 2^-25 and below becomes 0 in FP16"
     )
     initial_accumulator: float | None = from_zero(
         None, "Initial value of the sum of squared gradients"
     )
     newton_schulz_dtype: str | None = one_of(
-        "bf16 fp16 fp32", "Dtype in which Muon makes a momentum orthogonal", default=None
+        "bf16 fp16 fp32", "Dtype in which Muon orthogonalises a momentum", default=None
     )
     adjust_lr: str | None = one_of(
         "original match_rms_adamw spectral_unclamped",
-        "Scaling of Muon's rate by a matrix's shape; match_rms_adamw: use AdamW's rates",
+        "Scaling of Muon's learning rate by matrix shape; match_rms_adamw: use AdamW's rates",
         default=None,
     )
     adamw_lr_factor: float | None = positive(
-        None, "Learning rate of AdamW's parameters, divided by that of Muon's matrices"
+        None, "Learning rate of the parameters that AdamW updates, relative to Muon's matrices"
     )
     implementation: str = one_of("auto fused foreach loop", "torch's implementation of the update")
     schedule: str = one_of(
         "constant cosine linear polynomial step epoch_decay",
         "Learning-rate schedule over applied updates; a skipped update does not advance it",
     )
-    warmup_updates: int = from_zero(0, "Updates in which the rate rises linearly to lr; 0: none")
+    warmup_updates: int = from_zero(
+        0, "Updates during which the rate rises linearly to lr; 0: none"
+    )
     warmup_epochs: float = from_zero(
-        0.0, "Epochs in which the rate rises to lr, in place of warmup_updates"
+        0.0, "Number of epochs in which the learning rate rises to lr, instead of warmup_updates"
     )
     final_factor: float = part(
-        0.0, "schedule=linear, cosine, polynomial: rate at the end as a share of lr"
+        0.0, "schedule=linear, cosine, polynomial: learning rate at the end as a share of lr"
     )
     power: float = positive(1.0, "schedule=polynomial: exponent of the remaining share of the run")
     milestones: list[float] = fraction(list, "schedule=step: shares of the run at which lr drops")
-    gamma: float = fraction(0.1, "schedule=step, epoch_decay: factor of each drop")
+    gamma: float = fraction(0.1, "schedule=step, epoch_decay: factor on lr at each drop")
     constant_epochs: float | None = from_zero(None, "schedule=epoch_decay: epochs before any drop")
-    bias_lr_factor: float = positive(
-        1.0, "Learning rate of biases, divided by that of weights; Caffe: 2"
-    )
+    bias_lr_factor: float = positive(1.0, "Learning rate of biases relative to weights; Caffe: 2")
     decay_bias: bool = setting(True, "Apply weight decay to biases outside of norm layers")
     decay_norm: bool = setting(True, "Apply weight decay to gain and shift of norm layers")
     average_decay: float | None = fraction(
-        None, "Evaluate an exponential moving average of weights, per applied update; null: none"
+        None, "Decay of a moving average of the weights, which is evaluated; null: no average"
     )
     average_modules: list[str] = setting(list, "Module-name patterns for average_decay; empty: all")
 
@@ -130,18 +130,18 @@ class UpdateConfig:
 
     rounding: str = one_of(
         "nearest stochastic kahan",
-        "Rounding of 16-bit weights without FP32 masters; stochastic, kahan: updated in FP32",
+        "Rounding of 16-bit weights without master weights; stochastic, kahan: updated in FP32",
     )
     state_dtype: str | None = one_of(
         _STATES,
-        "Format of the optimizer's state; 8 bits: in blocks of 256; null: that of the update",
+        "Format of the optimizer state; 8 bits: in blocks of 256; null: the format of the update",
         default=None,
     )
     square_dtype: str | None = one_of(
-        _STATES, "That of averages and sums of squares; null: state_dtype", default=None
+        _STATES, "Format of averages and sums of squares; null: state_dtype", default=None
     )
     state_rounding: str = one_of(
-        "nearest stochastic", "Storage of state in BF16; stochastic: right on average"
+        "nearest stochastic", "Rounding of BF16 optimizer state; stochastic: exact on average"
     )
 
     @property
@@ -175,7 +175,7 @@ class PrecisionConfig:
     )
     loss_dtype: str = one_of(DTYPES, "Dtype of softmax and loss", restates=False)
     autocast_dtype: str | None = one_of(
-        "fp16 bf16", "Dtype of torch.autocast's op lists; null: no autocast", default=None
+        "fp16 bf16", "Dtype of torch.autocast's operation lists; null: no autocast", default=None
     )
     fp32_math: str = one_of(
         "ieee tf32", "FP32 products: ieee in full precision, tf32 with TF32 inputs"
@@ -187,12 +187,12 @@ class PrecisionConfig:
     )
     reduce_divide: str = one_of(
         "after before split",
-        "Place of the division by the number of ranks; split: about its root before, the rest "
+        "When to divide by the number of ranks; split: by about its root before the sum, the rest "
         "after",
     )
     reduce_order: str = one_of(
         "rank ring tree fp32",
-        "Order of this sum; ring: as in gloo; tree: in pairs; fp32: added in FP32, rounded once",
+        "Order of the sum over ranks; ring: as in gloo; tree: in pairs; fp32: rounded once",
     )
     matmul: MatmulConfig = setting(MatmulConfig, "Linear layers in 8 or 4 bits")
     attention: AttentionConfig = setting(AttentionConfig, "Attention in FP8")
@@ -218,22 +218,22 @@ class ScalerConfig:
     per: str = one_of(
         "shared optimizer", "Sharing of loss scales (GANs): one for all, or one per optimizer"
     )
-    scale: float | None = _scale("The constant loss scale")
+    scale: float | None = _scale("Constant loss scale")
     init_scale: float | None = _scale("Loss scale at the start")
     growth_factor: float | None = ranged(None, "Factor on the loss scale when it grows", above=1.0)
-    backoff_factor: float | None = fraction(None, "Factor on the loss scale when it backs off")
+    backoff_factor: float | None = fraction(None, "Factor on the loss scale after an overflow")
     growth_interval: int | None = count(
-        None, "Steps without overflow after which the scale grows", below=2**31
+        None, "Number of steps without overflow after which the loss scale grows", below=2**31
     )
     hysteresis: int | None = count(
         None,
-        "Overflows since the last growth that make the scale back off; 1: the first",
+        "Overflows since the last growth that lower the scale; 1: the first one does",
         below=2**31,
     )
-    min_scale: float | None = _scale("Floor of the loss scale")
-    max_scale: float | None = _scale("Ceiling of the loss scale")
+    min_scale: float | None = _scale("Smallest loss scale")
+    max_scale: float | None = _scale("Largest loss scale")
     max_consecutive_skips: int | None = count(
-        None, "Skips in a row, with the scale at its floor, that end a run as diverged", below=2**31
+        None, "Skips in a row, with the scale at min_scale, that end a run as diverged", below=2**31
     )
     # Settings of single rules; null: as in torch.amp.
     growth_delay: int | None = from_zero(
@@ -244,7 +244,7 @@ class ScalerConfig:
         "Every step without overflow restores the hysteresis; null and false: only growth does",
     )
     tolerance: float | None = part(
-        None, "Back off if this share of steps overflows; null: 0, at each overflow"
+        None, "Share of steps that must overflow to lower the loss scale; null: 0, at each overflow"
     )
     hold_at_floor: bool | None = setting(
         None, "Omit a backoff to min_scale or below; null and false: the scale stops at min_scale"
@@ -253,7 +253,7 @@ class ScalerConfig:
         None, "Upper target for log2 of the largest scaled gradient plus its deviations"
     )
     beta1: float | None = fraction(None, "Decay of the average of log2 of the largest gradient")
-    beta2: float | None = fraction(None, "Decay of the averages behind its standard deviation")
+    beta2: float | None = fraction(None, "Decay of the averages for the standard deviation")
     overflow_std_dev: float | None = from_zero(
         None, "Standard deviations of room below log_max; 3.09: 1 overflow in 1,000", at_most=100.0
     )
@@ -296,29 +296,34 @@ class TrainConfig:
     log_every: int = count(10, "Steps between two records and lines of progress", role=READING)
     eval_every: int | None = from_zero(
         0,
-        "Steps between two evaluations; null: a fifth of the run; 0: only at the end",
+        "Number of steps between two evaluations; null: a fifth of the run; 0: only at the end",
         role=INTERVAL,
     )
     checkpoint_every: int = from_zero(
         0, "Steps between two checkpoints; 0: only when a signal stops the run", role=READING
     )
     keep_checkpoints: int = ranged(
-        2, "Number of newest checkpoints to keep", at_least=2, role=READING
+        2, "Number of checkpoints to keep, the newest ones", at_least=2, role=READING
     )
     clip_norm: float | None = positive(
-        None, "Largest global norm of unscaled gradients; null: none"
+        None, "Largest global norm of unscaled gradients; null: no clipping"
     )
-    clip_modules: list[str] = setting(list, "Module-name patterns for clip_norm; empty: all")
-    accumulate: int = count(1, "Micro-batches of data.batch_size samples in a step")
+    clip_modules: list[str] = setting(
+        list, "Module-name patterns for clip_norm; empty: all modules"
+    )
+    accumulate: int = count(1, "Number of micro-batches of data.batch_size samples in a step")
     activation_checkpointing: bool = setting(
-        False, "Recompute each block's activations in the backward pass", role=READING
+        False, "Whether the backward pass recomputes each block's activations", role=READING
     )
     eval_arithmetic: str = one_of(
-        "fp32 mode", "Evaluate the master weights in FP32, or in the precision mode's arithmetic"
+        "fp32 mode",
+        "Evaluate the master weights in FP32, or in the arithmetic of the precision mode",
     )
     # Execution of a step; none of these changes the result, beyond rounding.
     cuda_graph: str = one_of(
-        "auto on off", "Replay steps as a CUDA graph; auto: if the host is the limit", role=READING
+        "auto on off",
+        "Whether steps are replayed as a CUDA graph; auto: if the host limits the speed",
+        role=READING,
     )
     compile: str = one_of(
         "auto off default max-autotune-no-cudagraphs",
@@ -326,9 +331,12 @@ class TrainConfig:
         restates=False,
     )
     channels_last: str = one_of(
-        "auto on off", "NHWC weights and activations; auto: on CUDA for 16-bit and TF32 products"
+        "auto on off",
+        "Whether weights and activations are NHWC; auto: on CUDA for 16-bit and TF32 products",
     )
-    autotune: str = one_of("auto on off", "cudnn.benchmark; auto: on unless deterministic=true")
+    autotune: str = one_of(
+        "auto on off", "Whether cudnn.benchmark is on; auto: on unless deterministic=true"
+    )
 
     def evaluates_every(self, steps: int) -> int:
         """Return the steps between two evaluations in a run of `steps`; 0: only at its end."""
@@ -341,7 +349,7 @@ class CompareConfig:
 
     # Composing the configuration fills in this and the margin.
     metric: str | None = setting(
-        None, "Metric of the final evaluation to judge; null: top1 for classifiers, else loss"
+        None, "Metric of the final evaluation to judge; null: top1 for classifiers, otherwise loss"
     )
     margin: float | None = positive(
         None,
@@ -350,18 +358,20 @@ class CompareConfig:
     higher_is_better: bool | None = setting(
         None, "Direction of a metric that its task does not declare; null: as declared", role=JUDGED
     )
-    baseline: str = setting("fp32", "Precision mode against which the others are judged")
-    window: int = count(1, "Number of last evaluations to average into a run's outcome")
+    baseline: str = setting("fp32", "Precision mode with which the others are compared")
+    window: int = count(1, "Number of evaluations to average, counted from the last")
     plan: list[int] | None = setting(
         None,
-        "First seed, seeds at the first look, maximum; -m until=decided sets it; null: no looks",
+        "First seed, seeds at the first look, maximum; -m until=decided sets it; null: no plan",
         role=LABEL,
     )
     pair_sd: float | None = positive(
-        None, "Known scatter (sd) of one pair's gap, in the margin's unit; null: none", role=LABEL
+        None,
+        "Known standard deviation of the gap of one pair, in the margin's unit; null: unknown",
+        role=LABEL,
     )
     pair_sd_source: str | None = setting(
-        None, "Runs that gave pair_sd; null only with pair_sd=null", role=LABEL
+        None, "Runs from which pair_sd was computed; null only with pair_sd=null", role=LABEL
     )
 
 
@@ -370,27 +380,32 @@ class RunConfig:
     """The whole configuration of one run."""
 
     model: ModelConfig = setting(MISSING, "The network and its task")
-    data: DataConfig = setting(MISSING, "The data of training and evaluation")
+    data: DataConfig = setting(MISSING, "Data for training and evaluation")
     optim: OptimConfig = setting(OptimConfig, "Optimizer and learning-rate schedule")
     precision: PrecisionConfig = setting(PrecisionConfig, "The precision mode")
     scaler: ScalerConfig = setting(ScalerConfig, "The loss scaler")
     train: TrainConfig = setting(TrainConfig, "Length, intervals and execution of a run")
     compare: CompareConfig = setting(
-        CompareConfig, "Metric, margin and baseline of a verdict, fixed before runs"
+        CompareConfig, "Metric, margin and baseline of a verdict, fixed before the runs"
     )
     numerics: NumericsConfig = setting(NumericsConfig, "Measurements during training", role=LABEL)
     seed: int = from_zero(
         0,
-        "Seed of initial weights, order of data, augmentation and dropout",
+        "Seed of the initial weights, data order, augmentation and dropout",
         below=2**63,
         role=SEED,
     )
     device: str = one_of(
         "auto cuda cpu", "Device of the run; auto: CUDA if there is one", role=MACHINE
     )
-    devices: str = setting("1", "Ranks on this machine, one GPU each; auto: all GPUs", role=READING)
+    devices: str = setting(
+        "1", "Number of ranks on this machine, one GPU each; auto: all GPUs", role=READING
+    )
     nodes: int = count(
-        1, "Number of machines, each with that many devices", at_most=65_536, role=READING
+        1,
+        "Number of machines; each has as many ranks as devices says",
+        at_most=65_536,
+        role=READING,
     )
     restarts: int = from_zero(
         0,
@@ -399,7 +414,9 @@ class RunConfig:
         role=READING,
     )
     dist: DistConfig = setting(
-        DistConfig, "How several ranks sum gradients and wait for each other", role=READING
+        DistConfig,
+        "Settings for several ranks: how they sum gradients and wait for each other",
+        role=READING,
     )
     cpu_half: str = one_of(
         "emulated native",
@@ -407,14 +424,18 @@ class RunConfig:
     )
     threads: int | None = count(
         None,
-        "CPU threads; null: torch's number, or a share of the cores with -j",
+        "Number of CPU threads; null: torch's default, or a share of the cores with -j",
         at_most=1024,
         role=MACHINE,
     )
-    verbose: bool = setting(False, "Print the whole table of step 1; -v sets it", role=READING)
+    verbose: bool = setting(
+        False, "Whether to print the whole table of step 1; -v sets it", role=READING
+    )
     deterministic: bool = setting(False, "Deterministic kernels, cudnn.benchmark off")
-    name: str | None = setting(None, "Free label in the path of the run; null: none", role=LABEL)
-    output_root: str = setting("outputs", "Folder of run directories", role=LABEL, path=True)
+    name: str | None = setting(None, "Label in the path of the run; null: no label", role=LABEL)
+    output_root: str = setting(
+        "outputs", "Folder in which run directories are created", role=LABEL, path=True
+    )
     output_dir: str | None = setting(
         None, "Directory of the run; null: named after the configuration", role=LABEL, path=True
     )
@@ -422,5 +443,5 @@ class RunConfig:
         None, "Run directory to continue; null: a new run", role=LABEL, path=True
     )
     basis: str | None = setting(
-        None, "Source of the settings, such as the hash of a file; null: none", role=LABEL
+        None, "Source of the settings, such as the hash of a file; null: no source", role=LABEL
     )

@@ -39,7 +39,7 @@ def resolve(config: RunConfig, known: Mapping[str, Mode]) -> None:
             scaler = known[given].scaler
             if scaler != "none" and config.scaler.kind == "none":
                 needs = f"needs a loss scale from the start on; choose scaler={scaler}"
-                raise BadInput(f"{_KEY}: to={given}: {needs}, which holds for the whole run")
+                raise BadInput(f"{_KEY}: to={given}: {needs}, which applies to the whole run")
             own = MODES[given].config if given in MODES else PrecisionConfig
             plain = own(name=given, overrides=before.overrides)
             before = _with(plain, known[given].values)

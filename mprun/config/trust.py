@@ -137,7 +137,7 @@ def check_vouched(named: Mapping[str, Any], given: Vouched) -> None:
         if key in _CODE_KEYS:
             why = f"{key}: the run's record names code, which runs"
         add = shlex.join(assignment(*one) for one in unknown)
-        raise Untrusted(f"{why} only if you name it too; if it is yours, add {add}")
+        raise Untrusted(f"{why} only if you also name it; if it is yours, add {add}")
 
 
 def say_own(record: Mapping[str, Any], given: Vouched) -> None:

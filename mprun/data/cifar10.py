@@ -74,7 +74,7 @@ def read_python_batches(folder: str, md5: dict[str, str] = MD5) -> Cifar10Files:
         found = hashlib.md5(content, usedforsecurity=False).hexdigest()
         if found != expected:
             raise DamagedData(
-                f"{printable(path)}: MD5 is {found}, must be {expected} (that of CIFAR-10)"
+                f"{printable(path)}: MD5 is {found}, must be {expected} (as in CIFAR-10)"
             )
         batch = pickle.loads(content, encoding="latin1")
         pixels = batch["data"].reshape(-1, 3, SIZE, SIZE)
@@ -88,7 +88,7 @@ def read_class_folders(root: str) -> Cifar10Files:
     images = find_images(root, layout="classes", eval_share=0.1)
     if (count := len(images.train.classes)) != CLASSES:
         where = printable(images.train.source)
-        raise DamagedData(f"{where}: {count} classes, must be {CLASSES} as in CIFAR-10")
+        raise DamagedData(f"{where}: has {count} classes, must have {CLASSES} as in CIFAR-10")
     pixels = _cached_pixels(images)
     train, held_out = np.split(pixels, [len(images.train)])
     parts = Part(train, images.train.labels), Part(held_out, images.held_out.labels)
@@ -114,7 +114,7 @@ def _cached_pixels(images: Images) -> np.ndarray:
         if image.size != (SIZE, SIZE):
             width, height = image.size
             raise DamagedData(
-                f"{split.name(i)}: {width} x {height} pixels, must be 32 x 32 as in CIFAR-10"
+                f"{split.name(i)}: has {width} x {height} pixels, must have 32 x 32 as in CIFAR-10"
             )
         row[:] = np.asarray(image).transpose(2, 0, 1)
     if cache:

@@ -64,7 +64,7 @@ class DatasetReader(Reader):
                 shape, dtype = self.like
                 raise DamagedData(
                     f"{self.where}[{index}]: image {image.dtype} {list(image.shape)}, train[0] is "
-                    f"{dtype} {list(shape)}; all must be alike"
+                    f"{dtype} {list(shape)}; all images must have the same dtype and shape"
                 )
         images = torch.stack([image for image, _ in pairs])
         return ReadBatch(images, torch.tensor([label for _, label in pairs]), {})
@@ -104,7 +104,7 @@ class DatasetReader(Reader):
         except Exception as error:
             raise DamagedData(f"{what}: {raised(error)}") from error
         if not isinstance(item, tuple | list) or len(item) != 2:
-            raise DamagedData(f"{what}: {type(item).__name__}, must be (image, label)")
+            raise DamagedData(f"{what}: is a {type(item).__name__}, must be (image, label)")
         return _image(item[0], what), _label(item[1], self.num_classes, what)
 
     def _fetched(self, index: int, *key: int) -> Any:
@@ -121,7 +121,7 @@ def _image(image: object, what: str) -> Tensor:
             f"PILToTensor converts a picture)"
         )
     if image.dtype is not torch.uint8 and not image.is_floating_point():
-        raise DamagedData(f"{what}: image of {image.dtype}, must be uint8 or floating")
+        raise DamagedData(f"{what}: image has dtype {image.dtype}, must be uint8 or floating point")
     image = image.detach().cpu()
     return image if image.dtype is torch.uint8 else image.float()
 
@@ -232,29 +232,29 @@ class Served(TypedDict):
 class DatasetSource(LoadedSource):
     """Two data sets of ``(image, label)``: map-style (``__len__``, ``__getitem__``), or streams.
 
-    An image is a tensor ``[channels, height, width]``, uint8 or floating, all of one shape; a label
-    an integer from 0 to below ``num_classes``. Batches are ``(images float32
+    An image is a tensor ``[channels, height, width]``, uint8 or floating point, all with the same
+    shape; a label is an integer from 0 to below ``num_classes``. Batches are ``(images float32
     [batch, channels, height, width], labels int64 [batch])`` on ``device``. Images in uint8 are
-    copied there as bytes and become ``(image - offset) / divisor``, by default 0 to 1. Floating
-    ones stay unchanged.
+    copied to the device as bytes and become ``(image - offset) / divisor``, by default 0 to 1.
+    Floating-point images stay unchanged.
 
-    The training items have a fresh permutation for each (seed, epoch), without the tail that fills
-    no batch. The held-out items come in their own order. Around each ``__getitem__`` the global
+    The training items have a new permutation for each (seed, epoch), without the rest that fills
+    no batch. The held-out items keep their order. Around each ``__getitem__`` the global
     generators of Python, NumPy and torch (CPU) are seeded from (seed, epoch, index), for held-out
-    items from the index alone. Afterwards they are restored. Augmentation that uses these
-    generators repeats exactly for any number of workers and resume point. Other generators are
-    refused.
+    items only from the index. Afterwards the generators are restored. Augmentation that uses
+    these generators repeats exactly for any number of workers and resume point. Other generators
+    are refused.
 
     A stream, such as a `torch.utils.data.IterableDataset`, is iterated from its start in each
-    epoch, after ``set_epoch(epoch)`` if it has that method. It sets its own order; the index of an
-    item is its position. Every epoch has as many items as ``__len__``, or ``train_samples`` and
-    ``eval_samples``, say. Each process and each rank reads all of it, so it must not divide itself
-    among ranks.
+    epoch, after ``set_epoch(epoch)`` if it has this method. A stream determines the order of its
+    items; the index of an item is its position. Every epoch has as many items as ``__len__``, or
+    ``train_samples`` and ``eval_samples``, say. Each process and each rank reads the whole stream,
+    so it must not divide itself among ranks.
 
-    ``workers`` processes read ahead, and as many for the held-out items; 0: the calling thread
-    reads. They need picklable data sets, and end with ``close()``. ``sha256`` covers up to 64 items
-    of each split, evenly spaced, and both lengths. A value that you give is recorded unchecked.
-    ``served`` are fields of `Serving`.
+    ``workers`` processes read training items in advance, and as many read held-out items; 0: the
+    calling thread reads. These processes need picklable data sets, and end with ``close()``.
+    ``sha256`` covers up to 64 items of each split, evenly spaced, and both lengths. A value that
+    you pass is recorded unchecked. ``served`` are fields of `Serving`.
 
     Raises:
         ValueError: An argument is out of range.

@@ -89,7 +89,7 @@ class ImageSplit:
         except OSError as error:
             raise DamagedData(f"{self.name(i)}: cannot be read: {error.strerror}") from error
         if not content:
-            raise DamagedData(f"{self.name(i)}: an empty file (0 bytes)")
+            raise DamagedData(f"{self.name(i)}: is an empty file (0 bytes)")
         return content
 
 
@@ -111,7 +111,7 @@ def read_file(path: str, most: int = MAX_FILE_BYTES) -> bytes:
     with reading(f"{printable(path)}: cannot be read"), open(path, "rb") as file:
         content = file.read(most + 1)
     if len(content) > most:
-        raise DamagedData(f"{printable(path)}: larger than {most // 2**20} MiB")
+        raise DamagedData(f"{printable(path)}: is larger than {most // 2**20} MiB")
     return content
 
 
@@ -167,7 +167,7 @@ def find_images(root: str, *, layout: str, eval_share: float, on_corrupt: str = 
     if not others:
         wanted = ", ".join(f"{name}/" for name in HELD_OUT_FOLDERS)
         raise DamagedData(
-            f"{printable(root)}: has train/ but no held-out split; looked for {wanted}"
+            f"{printable(root)}: contains train/ but no held-out split; looked for {wanted}"
         )
     listed = {folder: _list_images(root, folder, flat, skip) for folder in folders[:2]}
     parts = {folder: split for folder, (split, _) in listed.items()}
@@ -192,12 +192,12 @@ def find_imagenet(root: str, *, layout: str, eval_share: float, on_corrupt: str 
     if not split_folders(root):
         extract = "torchvision.datasets.ImageNet(root, split) extracts the archives into them"
         wanted = "needs train/ and val/ with 1,000 folders each"
-        raise DataError(f"data.root={printable(root)}: no ImageNet here; {wanted}; {extract}")
+        raise DataError(f"data.root={printable(root)}: contains no ImageNet; {wanted}; {extract}")
     found = find_images(root, layout=layout, eval_share=eval_share, on_corrupt=on_corrupt)
     if (count := len(found.train.classes)) != _CLASSES_OF_IMAGENET:
         where = printable(os.path.join(root, "train"))
         raise DamagedData(
-            f"{where}: {count} classes, must be {_CLASSES_OF_IMAGENET} as in ImageNet"
+            f"{where}: has {count} classes, must have {_CLASSES_OF_IMAGENET} as in ImageNet"
         )
     return found
 
@@ -237,7 +237,9 @@ def _classes(path: str) -> tuple[tuple[str, ...], int]:
         raise DataError(f"data.root: {printable(path)}: {found} in it{hint}")
     if beside:
         first = printable(min(image.path for image in beside))
-        raise DamagedData(f"{first}: an image outside of the class folders; must be in one of them")
+        raise DamagedData(
+            f"{first}: is an image outside of the class folders; must be in one of them"
+        )
     return tuple(sorted(entry.name for entry in folders)), ignored
 
 
@@ -286,8 +288,8 @@ def _entries(path: str) -> tuple[list[os.DirEntry], list[os.DirEntry], int]:
                 ignored += 1
             else:
                 raise DamagedData(
-                    f"{printable(entry.path)}: neither an image of a known format nor a side file "
-                    "such as .txt; move it elsewhere"
+                    f"{printable(entry.path)}: is neither an image of a known format nor a side "
+                    "file such as .txt; move it to another folder"
                 )
     return folders, images, ignored
 
@@ -304,12 +306,12 @@ def size_of(path: str, skip: bool = False) -> int:
         what = "a link to nothing" if dangling else f"cannot be read: {error.strerror}"
         raise DamagedData(f"{printable(path)}: {what}") from error
     if not stat.S_ISREG(found.st_mode):
-        raise DamagedData(f"{printable(path)}: not a regular file")
+        raise DamagedData(f"{printable(path)}: is not a regular file")
     if found.st_size > MAX_FILE_BYTES:
         largest = f"larger than {MAX_FILE_BYTES // 2**20} MiB, which no image should be"
         raise DamagedData(f"{printable(path)}: {largest}")
     if found.st_size == 0 and not skip:
-        raise DamagedData(f"{printable(path)}: an empty file (0 bytes)")
+        raise DamagedData(f"{printable(path)}: is an empty file (0 bytes)")
     return found.st_size
 
 
@@ -321,7 +323,7 @@ def _check_classes(root: str, parts: dict[str, ImageSplit]) -> None:
             more = f" (and {len(unknown) - 1} more)" if len(unknown) > 1 else ""
             first, there = (os.path.join(root, folder, unknown[0]), os.path.join(root, other))
             raise DamagedData(
-                f"{printable(first)}: a class{more} that is not in {printable(there)}"
+                f"{printable(first)}: is a class{more} that does not exist in {printable(there)}"
             )
 
 

@@ -78,7 +78,7 @@ def decode_rgb(content: bytes, name: str) -> Image.Image:
         image.load()
         return _rgb(image, name)
     except Image.UnidentifiedImageError:
-        raise DamagedData(f"{name}: not an image of a known format") from None
+        raise DamagedData(f"{name}: is not an image of a known format") from None
     except Image.DecompressionBombError:
         raise DamagedData(f"{name}: {_TOO_MANY_PIXELS}") from None
     except (DamagedData, MemoryError):
@@ -95,7 +95,7 @@ def _rgb(image: Image.Image, name: str) -> Image.Image:
     if image.mode in _WIDE_GRAY:
         values = np.asarray(image).astype(np.int64)
         if values.min() < 0 or values.max() > 65535:
-            raise DamagedData(f"{name}: gray values outside 0 ... 65535")
+            raise DamagedData(f"{name}: has gray values outside 0 ... 65535")
         image = Image.fromarray(((values + 128) // 257).astype(np.uint8))
     # Copying an RGB image would cost 0.1 ms for a photograph of 500 x 400.
     return image if image.mode == "RGB" else image.convert("RGB")

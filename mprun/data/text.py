@@ -193,7 +193,7 @@ def find_shards(root: str | Path, eval_split: str) -> tuple[list[Path], Path]:
     number = _HELD_OUT_SHARD[eval_split]
     held_out = folder / _HELD_OUT / f"news.en.heldout-{number:05}-of-00050"
     if not held_out.is_file():
-        raise DamagedData(f"{held_out}: no such file; it must hold the {eval_split} split")
+        raise DamagedData(f"{held_out}: no such file; it must contain the {eval_split} split")
     return shards, held_out
 
 

@@ -172,5 +172,5 @@ def _found(root: Path, split: str) -> list[Path]:
         return kinds[0]
     names = " and ".join(_NAMES[split])
     if not kinds:
-        raise DataError(f"data.root={root}: has neither of {names}, must have one")
-    raise DamagedData(f"{root}: has both of {names}, must have one")
+        raise DataError(f"data.root={root}: contains neither of {names}, must contain one")
+    raise DamagedData(f"{root}: contains both of {names}, must contain one")

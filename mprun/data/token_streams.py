@@ -198,7 +198,7 @@ class TokenFile:
             while rest and (done := os.preadv(self.descriptor, [rest], offset)):
                 rest, offset = rest[done:], offset + done
         if rest:
-            raise DamagedData(f"{self.path}: cut short while it was in use")
+            raise DamagedData(f"{self.path}: was cut short while it was in use")
 
 
 class HeldTokens:
@@ -242,10 +242,12 @@ class _Ring:
 
 
 class TokenSource(TokenStreams):
-    """The user's tokens: two sequences of ids, integer ``[tokens]``, 0 to below ``vocab_size``.
+    """A source for the user's tokens: two sequences of ids, integer ``[tokens]``, 0 to below
+    ``vocab_size``.
 
-    Batches are int64 ``[time, batch]`` on ``device``, as those of `TokenStreams`. ``sha256`` covers
-    every token. Both sequences are held as int64 in memory, 8 bytes a token.
+    Batches are int64 ``[time, batch]`` on ``device``, like the batches of `TokenStreams`.
+    ``sha256`` covers every token. Both sequences are stored as int64 in memory, 8 bytes per
+    token.
 
     Raises:
         ValueError: An argument is out of range.

@@ -74,11 +74,11 @@ class TextFile:
                     lines += data.count(b"\n")
                     yield text
         except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-            raise DamagedData(f"{path}: no whole gzip file ({error})") from error
+            raise DamagedData(f"{path}: is not a complete gzip file ({error})") from error
         except OSError as error:
             raise DamagedData(f"{path}: {error.strerror}") from error
         if digest.hexdigest() != self.sha256:
-            raise DamagedData(f"{path}: changed while it was read")
+            raise DamagedData(f"{path}: was changed while it was read")
         if not words:
             raise DamagedData(
                 f"{path}: no words, " + ("empty lines only" if position else "0 bytes")
@@ -124,7 +124,9 @@ def _cut(path: Path, data: bytes, position: int) -> int:
         following = _after_last_blank(data, cut, cut + LONGEST_WORD + 1)
         if not following:
             at = position + cut
-            raise DamagedData(f"{path}: a word of more than {LONGEST_WORD} bytes at byte {at}")
+            raise DamagedData(
+                f"{path}: contains a word of more than {LONGEST_WORD} bytes at byte {at}"
+            )
         cut = following
     return _after_last_blank(data, cut, len(data)) or cut
 

@@ -190,10 +190,10 @@ class RankGroup(Ranks):
         other = [rank for rank, one in enumerate(states) if one != states[0]]
         if other:
             raise Resource(
-                f"step {step}: ranks {', '.join(map(str, other))} have other weights, scales or "
-                f"counts than rank 0. A device computes wrongly, or the network keeps statistics "
-                f"or random numbers per rank. mprun averages only BatchNorm's statistics, and "
-                f"seeds only the generators of torch, NumPy and Python"
+                f"step {step}: ranks {', '.join(map(str, other))} have different weights, scales "
+                "or counts than rank 0. A device computes wrongly, or the network keeps "
+                "statistics or random numbers per rank. mprun averages only BatchNorm's "
+                "statistics, and seeds only the generators of torch, NumPy and Python"
             )
 
     @property

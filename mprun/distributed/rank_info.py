@@ -91,8 +91,8 @@ def completed(
             missing += [f"{key}={number}"] if number > 1 else []
         elif given[key] not in (str(number), "auto"):
             raise BadInput(
-                f"{key}={given[key]}: the environment has {rank_info.nodes} x "
-                f"{rank_info.devices} ranks; leave {key} out or use {key}={number}"
+                f"{key}={given[key]}: the environment has {rank_info.nodes} x {rank_info.devices} "
+                f"ranks; omit {key} or use {key}={number}"
             )
     return (*overrides, *missing), rank_info
 
@@ -110,7 +110,9 @@ def rank_info_from(environ: Mapping[str, str] = os.environ) -> RankInfo | None:
 def _of_torchrun(environ: Mapping[str, str]) -> RankInfo | None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         if name not in environ:
-            raise BadInput(f"{name}: not set, but other rank variables are (RANK, WORLD_SIZE, ...)")
+            raise BadInput(
+                f"{name}: is not set, but other rank variables are (RANK, WORLD_SIZE, ...)"
+            )
     rank, world = _number(environ, "RANK"), _number(environ, "WORLD_SIZE", 1)
     local = _number(environ, "LOCAL_RANK")
     devices = _number(environ, "LOCAL_WORLD_SIZE", 1, default=world)
@@ -131,7 +133,9 @@ def _of_torchrun(environ: Mapping[str, str]) -> RankInfo | None:
             f"{devices} on each"
         )
     if "MASTER_ADDR" not in environ:
-        raise BadInput("MASTER_ADDR: not set, but WORLD_SIZE is; it names the machine of rank 0")
+        raise BadInput(
+            "MASTER_ADDR: is not set, but WORLD_SIZE is; it must name the machine of rank 0"
+        )
     port = _number(environ, "MASTER_PORT", 1, 65_536)
     served = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     node, nodes = rank // devices, world // devices

@@ -44,8 +44,8 @@ class StackedLSTM(nn.Module):
         super().__init__()
         if projection_size >= hidden_size:
             raise ValueError(
-                f"projection_size={projection_size} is not allowed: 0 for none, "
-                f"else below hidden_size={hidden_size}"
+                f"projection_size={projection_size} is not allowed: 0 for no projection, "
+                f"otherwise below hidden_size={hidden_size}"
             )
         between = dropout if num_layers > 1 else 0.0
         self.embedding = self._embedding(vocab_size, embedding_size)
@@ -170,7 +170,9 @@ class LogUniformSampler:
 
     def __init__(self, vocabulary: int, count: int):
         if not 1 <= count <= vocabulary:
-            raise ValueError(f"count={count} is not allowed: 1 to {vocabulary}, the vocabulary")
+            raise ValueError(
+                f"count={count} is not allowed: 1 to {vocabulary}, the size of the vocabulary"
+            )
         # FP32 counts to 2^24 exactly.
         if vocabulary >= 2**24:
             raise ValueError(f"vocabulary={vocabulary} is not allowed: below {2**24}")

@@ -259,14 +259,17 @@ def kept_state(directory: Path, record: dict, plain: dict, build) -> dict:
     found = checkpoint.load_newest(folder, torch.device("cpu"))
     wanted = {"task", "step", "skipped", "random", "kind", "batch"}
     if found is None or not wanted <= found.state.keys():
-        raise Damaged(f"{folder}: not the state before a bad step")
+        raise Damaged(f"{folder}: is not the state before a bad step")
     return found.state
 
 
 def _train_again(directory: Path, record: dict, plain: dict, build) -> None:
     """Train to the bad step from the newest checkpoint with finite weights, or from the start."""
     if not {"last_step", "cause"} <= record.keys():
-        raise Damaged(f"{directory / 'run.json'}: no last_step or cause; not the record of a run")
+        raise Damaged(
+            f"{directory / 'run.json'}: contains no last_step or cause; it is not the record "
+            "of a run"
+        )
     last = record["last_step"]
     built, step, skipped = _started(directory, plain, build, last)
     keeper = FailureKeeper(built)

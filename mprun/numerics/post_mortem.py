@@ -190,7 +190,7 @@ def read_post_mortem(directory: Path) -> dict | None:
         ]
         content["cause"], content["step"], content["failure"]["step"], content["classification"]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise Damaged(f"{path}: not a post-mortem ({error})") from None
+        raise Damaged(f"{path}: is not a post-mortem ({error})") from None
     return content
 
 

@@ -313,7 +313,9 @@ def read_probe(path: Path) -> ProbeRecord:
     try:
         content = json.loads(content_of(path.parent.parent, f"{FOLDER}/{path.name}"))
         if content["version"] != VERSION:
-            raise Damaged(f"{path}: version {content['version']}, this mprun reads {VERSION}")
+            raise Damaged(
+                f"{path}: has version {content['version']}, but this mprun reads {VERSION}"
+            )
         loss = content["loss"] or {}
         return ProbeRecord(
             step=int(content["step"]),
@@ -328,7 +330,7 @@ def read_probe(path: Path) -> ProbeRecord:
         OverflowError,  # a count exceeds int64
     ) as error:
         reason = f"{type(error).__name__}: {error}"
-        raise Damaged(f"{path}: not a probe record ({reason})") from None
+        raise Damaged(f"{path}: is not a probe record ({reason})") from None
 
 
 def tensors_of(

@@ -105,7 +105,7 @@ def _kernels() -> Iterator[tuple[str, Callable[..., Any]]]:
 def _banned(*args: Any, **kwargs: Any) -> Tensor:
     raise RuntimeError(
         "torch.nn.functional.binary_cross_entropy and torch.nn.BCELoss are unsafe under autocast, "
-        "and an error on CUDA, too; use binary_cross_entropy_with_logits or BCEWithLogitsLoss"
+        "and an error on CUDA; use binary_cross_entropy_with_logits or BCEWithLogitsLoss"
     )
 
 

@@ -25,20 +25,23 @@ from mprun.torch_private import TorchDispatchMode, dispatch_modes, function_mode
 
 
 class ForwardContext:
-    """Autocast and CPU emulation of one policy. A prepared model enters it in its calls and passes:
+    """Autocast and CPU emulation of one policy. A prepared model enters this context in its calls
+    and passes:
 
         with forward_context:                 # forward AND backward
             with forward_context.autocast():  # forward only
                 outputs = model(inputs)
             ...backward...
 
-    Entering it again inside itself changes nothing, so each part of a step may enter it.
+    Entering the context again inside itself changes nothing, so each part of a step may enter it.
 
-    On a CPU 16-bit formats are emulated and autocast follows CUDA's lists; on CUDA it does nothing.
+    On a CPU 16-bit formats are emulated and autocast follows CUDA's lists; on CUDA the context
+    changes nothing.
 
     Args:
-        native: emulate nothing on a CPU either; autocast then follows torch's lists for a CPU.
-        overrides: the dtypes of the policy's module overrides; their 16-bit ones are emulated too.
+        native: whether a CPU emulates nothing; autocast then follows torch's lists for a CPU.
+        overrides: the dtypes of the policy's module overrides; 16-bit overrides are also
+            emulated.
     """
 
     def __init__(
@@ -87,13 +90,14 @@ class ForwardContext:
         self._entered.pop().__exit__(*exception)
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Return a fresh autocast block for one forward pass, or a no-op."""
+        """Return a new autocast block for one forward pass, or a no-op."""
         if self.policy.autocast_dtype is None:
             return nullcontext()
         return torch.autocast(self.device.type, dtype=self.policy.autocast_dtype)
 
     def rerouted(self) -> dict[str, int]:
-        """Return the calls computed by the emulation in the run so far, by "phase operation".
+        """Return the number of calls that the emulation has computed so far, by "phase
+        operation".
 
         Products of scaled operands count by their formats, "forward e4m3 x e4m3".
         """
@@ -105,7 +109,7 @@ class ForwardContext:
         return dict(found)
 
     def counted(self) -> Callable[[], None]:
-        """Return a function that sets all counts of calls back to what they are now."""
+        """Return a function that resets all counts of calls to their present values."""
         counters: list[Counter[Any]] = [self.calls, *(one.rerouted for one in self.emulations)]
         kept = [(counter, dict(counter)) for counter in counters]
 
@@ -117,8 +121,8 @@ class ForwardContext:
         return set_back
 
     def recurrent_layers(self) -> Counter[tuple[str, torch.dtype]]:
-        """Count the recurrent layers that the emulation computed whole, by phase and dtype: none of
-        their operations reaches a dispatch mode."""
+        """Count the recurrent layers that the emulation computed as a whole, by phase and
+        dtype: none of their operations reaches a dispatch mode."""
         found: Counter[tuple[str, torch.dtype]] = Counter()
         for emulation in self.emulations:
             for (operation, phase), count in emulation.rerouted.items():
@@ -127,9 +131,9 @@ class ForwardContext:
         return found
 
     def kind(self) -> str:
-        """Say how narrow products are computed: "emulated-fp16", "native-bf16", ... or "none".
+        """Return how narrow products are computed: "emulated-fp16", "native-bf16", ... or "none".
 
-        "decoded-e2m1": on CUDA, by products of the decoded numbers; see `how_multiplied`.
+        "decoded-e2m1" means products of the decoded numbers on CUDA; see `how_multiplied`.
         """
         how = "emulated" if self.emulations else "native"
         found = [f"{how}-{DTYPE_NAMES[dtype]}" for dtype in self.half_dtypes]
@@ -147,7 +151,8 @@ class ForwardContext:
         return [] if how is None else [f"emulated-{name}" for name in dict.fromkeys(how.names)]
 
     def missing(self) -> str | None:
-        """Name the part of the mode that has not run so far, "emulated-fp16"; None if unknown."""
+        """Return the part of the mode that has not run so far, "emulated-fp16"; None if
+        unknown."""
         ran = self.rerouted()
         scaled = [" x " in name for name in ran]
         attended = [name.endswith("-attention") for name in ran]
@@ -165,10 +170,10 @@ def why_unsupported(
 ) -> str | None:
     """Return the reason why `device` cannot run `policy` as defined, or None if it can.
 
-    TF32 and BF16 Tensor Cores exist from compute capability 8.0 on (NVIDIA Ampere), FP8's from 8.9
-    on. Trial products of FP8 show whether torch supports this policy there. Products of decoded
-    numbers are BF16's. ROCm's GPUs have other version numbers: they have no TF32, and trial
-    products show the rest.
+    TF32 and BF16 Tensor Cores exist from compute capability 8.0 on (NVIDIA Ampere), and FP8 Tensor
+    Cores from 8.9 on. Test products in FP8 show whether torch supports this policy on the device.
+    Products of decoded numbers run in BF16. GPUs with ROCm have different version numbers: they
+    have no TF32, and test products show the rest.
 
     overrides: dtypes of module overrides.
     """
@@ -203,7 +208,7 @@ def why_no_lstm(
 ) -> str | None:
     """Return why torch's LSTM on `device` does not compute in the policy's dtype, or None.
 
-    It runs a tiny one, as a model would: a CPU lacks the float16 layer under autocast.
+    The function runs a tiny LSTM, as a model would: a CPU lacks the float16 layer under autocast.
     """
     wanted = policy.half_dtype
     if wanted is None:

@@ -30,11 +30,12 @@ from mprun.torch_private import update_scale_
 class LossScale(ABC):
     """State and bookkeeping shared by the kinds `none`, `static`, `dynamic` and `logmax`.
 
-    All state is 0-dim tensors on one device (unless stated), changed in place only. A training step
-    neither waits for the device nor moves them, so the calls can be captured in a CUDA graph.
-    One iteration multiplies the loss, or what enters its model in a backward pass, by `scale`, and
-    gradients by `inverse()`. Then comes `record`, once per optimizer that shares the scale. The
-    update is applied or skipped, and `update` is called once.
+    All state consists of 0-dim tensors on one device (unless stated otherwise), changed only in
+    place. A training step neither waits for the device nor moves these tensors, so the calls can
+    be captured in a CUDA graph. One iteration multiplies the loss, or the gradient that enters its
+    model in a backward pass, by `scale`, and gradients by `inverse()`. Then `record` is called,
+    once per optimizer that shares the scale. The update is applied or skipped, and `update` is
+    called once.
 
     Raises:
         ValueError: An argument of a constructor is out of range; the message names it.
@@ -80,13 +81,15 @@ class LossScale(ABC):
             raise TypeError(f"rule: must be a {kind.__name__}")
 
     def inverse(self) -> Tensor:
-        """Return 1/scale, float32, 0-dim; computed in float64, rounded once, as torch.amp does."""
+        """Return 1/scale, float32, 0-dim; computed in float64 and rounded once, as in
+        torch.amp."""
         return torch.div(self._one, self.scale, out=torch.empty_like(self.scale))
 
     def record(self, found_inf: Tensor, grad_max: Tensor | None = None) -> None:
-        """OR one optimizer's flag into `found_inf`.
+        """Combine the flag of one optimizer with `found_inf` (logical or).
 
-        The flag is one element of any dtype. It is non-zero or NaN if a gradient was not finite.
+        The flag is one element of any dtype. The flag is non-zero or NaN if a gradient was not
+        finite.
 
         grad_max: only used by `logmax`.
         """
@@ -94,7 +97,8 @@ class LossScale(ABC):
 
     @abstractmethod
     def update(self) -> None:
-        """End the iteration: apply the rule, count the skip if any, clear `found_inf`."""
+        """End the iteration: apply the rule, count the step if it was skipped, clear
+        `found_inf`."""
 
     def collapsed(self) -> Tensor:
         """Return whether `max_consecutive_skips` steps in a row were skipped and the scale cannot
@@ -157,7 +161,7 @@ class StaticLossScale(LossScale):
     Args:
         scale: FP32, from 2**-126 to 2**126.
         max_consecutive_skips: >= 1; the fixed scale counts as its own floor, so `collapsed()` is
-            true after that many skips in a row.
+            true after this many skips in a row.
     """
 
     kind = "static"
@@ -177,7 +181,7 @@ class DynamicLossScale(LossScale):
     """A scale that backs off on overflow and grows after `growth_interval` clean steps.
 
     Args:
-        rule: when it does; by default torch.amp.GradScaler's.
+        rule: the rule that decides when; by default the rule of torch.amp.GradScaler.
     """
 
     kind = "dynamic"
@@ -222,10 +226,11 @@ class DynamicLossScale(LossScale):
         self._count(overflow)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load as `LossScale.load_state_dict` does, then clamp to this object's bounds and counts.
+        """Load as `LossScale.load_state_dict` does, then clamp to the bounds and counts of this
+        object.
 
-        Under the same arguments nothing is clamped. Under a shorter interval a saved tracker could
-        lie past it, and the scale would never grow again.
+        With the same arguments, nothing is clamped. With a shorter interval, a saved tracker could
+        lie past the interval, and the scale would never grow again.
         """
         super().load_state_dict(state)
         self.scale.clamp_(self.rule.min_scale, self.rule.max_scale)
@@ -260,15 +265,15 @@ class LogMaxLossScale(LossScale):
     optimizers/automatic_loss_scaler.py, LogMaxScaler. Let x be log2 of the step's largest unscaled
     gradient magnitude, and mu the moving average of x (`beta1`). Let sigma be the standard
     deviation from moving averages of x and x**2 (`beta2`). All are bias-corrected. Then
-    scale = 2**(log_max - mu - overflow_std_dev * sigma), kept in [min_scale, max_scale]. 3.09
-    standard deviations leave an overflow probability of 0.001. Overflowing steps are skipped.
+    scale = 2**(log_max - mu - overflow_std_dev * sigma), kept in [min_scale, max_scale]. With 3.09
+    standard deviations, the probability of overflow is 0.001. Overflowing steps are skipped.
 
-    Differences from that source: the averages are float64, since E[x**2] - E[x]**2 cancels in
-    float32. The formula uses `log_max`, where the source writes 16. A step whose largest gradient
-    is 0 changes nothing, where the source reaches log2(0). A step with a non-finite gradient counts
+    This class differs from the source: averages are float64, because E[x**2] - E[x]**2 cancels in
+    float32. The formula uses `log_max`, while the source uses 16. A step whose largest gradient is
+    0 changes nothing, while the source computes log2(0). A step with a non-finite gradient counts
     as x = `overflow_log2` (default: `log_max`). The source uses 2**log_max in this logarithm, so
-    one overflow pins the scale to its floor for hundreds of steps: `overflow_log2=2.0**16`
-    reproduces it.
+    one overflow keeps the scale at its floor for hundreds of steps: `overflow_log2=2.0**16`
+    reproduces this.
 
     Args:
         rule: the numbers of this formula.
@@ -296,10 +301,11 @@ class LogMaxLossScale(LossScale):
         self._betas = torch.tensor(betas, dtype=torch.float64, device=device)
 
     def record(self, found_inf: Tensor, grad_max: Tensor | None = None) -> None:
-        """OR one optimizer's flag in, and keep the largest `grad_max` of the iteration.
+        """Combine the flag of one optimizer with `found_inf`, and keep the largest `grad_max` of
+        the iteration.
 
-        It is one element, floating point, max |gradient| after unscaling, ignored when the
-        iteration overflows; with None it raises ValueError.
+        `grad_max` is one element, floating point, max |gradient| after unscaling, and is ignored
+        when the iteration overflows; None raises ValueError.
         """
         if grad_max is None:
             raise ValueError("grad_max=None: logmax needs the largest unscaled gradient magnitude")

@@ -46,26 +46,26 @@ def _check_range(rule: Any) -> None:
 
 @dataclass(frozen=True, slots=True)
 class DynamicRule:
-    """When a `DynamicLossScale` backs off and grows.
+    """The rule by which a `DynamicLossScale` backs off and grows.
 
-    With the defaults of the last four this is torch.amp.GradScaler's rule (same kernel) inside
-    [min_scale, max_scale]. The other published rules are in conf/scaler/*.yaml.
+    With the defaults of the last four fields, this is the rule of torch.amp.GradScaler (same
+    kernel) inside [min_scale, max_scale]. The other published rules are in conf/scaler/*.yaml.
 
     Args:
         init_scale, min_scale, max_scale: FP32, 2**-126 <= min <= init <= max <= 2**126.
-        growth_factor: > 1; the product is taken in float64, rounded once.
-        backoff_factor: in (0, 1); likewise.
+        growth_factor: > 1; the product is computed in float64 and rounded once.
+        backoff_factor: in (0, 1); the product is computed in the same way.
         growth_interval: >= 1; clean steps since the start, the last growth or the last overflow.
-        hysteresis: >= 1; credit. Each overflow uses one; the overflow that uses the last, and those
-            after it, back off. Growth refills the credit; with `refill_on_clean_step` every clean
-            step does.
+        hysteresis: >= 1; credit. Each overflow uses one credit; the overflow that uses the last
+            credit, and later ones, lower the scale. Growth restores the credits; with
+            `refill_on_clean_step` every clean step also restores them.
         max_consecutive_skips: >= 1, see `LossScale.collapsed`.
-        growth_delay: >= 0; further clean steps before the first growth after the start or an
+        growth_delay: >= 0; additional clean steps before the first growth after the start or an
             overflow.
         tolerance: in [0, 1]; back off only if overflows since the last backoff / steps since the
-            last growth or backoff >= tolerance. It excludes hysteresis > 1.
-        hold_at_floor: omit a backoff that would reach `min_scale` or less; otherwise the scale is
-            clamped.
+            last growth or backoff >= tolerance. The tolerance excludes hysteresis > 1.
+        hold_at_floor: whether a backoff that would reach `min_scale` or less is omitted; otherwise
+            the scale is clamped.
 
     Raises:
         ValueError: An argument is out of range; the message names it.
@@ -97,7 +97,7 @@ class DynamicRule:
 
     @property
     def last_scale(self) -> float:
-        """Return the scale at or below which an overflow has no room to back off."""
+        """Return the scale at or below which an overflow cannot lower the scale."""
         floor = self.min_scale / (self.backoff_factor if self.hold_at_floor else 1.0)
         return min(floor, self.max_scale)
 

@@ -68,7 +68,7 @@ class Muon(Optimizer):
         group = self.param_groups[-1]
         for weight in group["params"] if group["matrices"] else ():
             if weight.dim() != 2:
-                raise ValueError(f"a weight of shape {tuple(weight.shape)} is no matrix")
+                raise ValueError(f"a weight of shape {tuple(weight.shape)} is not a matrix")
 
     def initialise_state(self) -> None:
         """Create the state that a first step would create."""

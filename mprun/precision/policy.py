@@ -53,23 +53,26 @@ class PrecisionPolicy:
     param_dtype: weights, inputs and activations of the model, and their gradients.
     norm_dtype: parameters, statistics and arithmetic of norm layers.
     master_dtype: dtype of parameters between calls, in which the optimizer updates them; a call
-        computes with copies. None: parameters have the dtype of a call at all times. 16 bits: FP32
-        tensors whose numbers this dtype has, of parameters that a call computes with in 16 bits.
-    grad_dtype: dtype in which gradients are unscaled. Without master weights they are also added
-        and clipped in it; otherwise in FP32.
+        computes with copies. None: parameters always have the dtype of a call. 16 bits: FP32
+        tensors that contain only numbers of this dtype, for parameters with which a call computes
+        in 16 bits.
+    grad_dtype: dtype in which gradients are unscaled. Without master weights, gradients are also
+        added and clipped in this dtype; otherwise in FP32.
     loss_dtype: dtype of logits inside softmax and loss.
-    autocast_dtype: dtype of torch.autocast's lower-precision op list; None: no autocast.
+    autocast_dtype: dtype of torch.autocast's lower-precision operation list; None: no autocast.
     fp32_math: "ieee" or "tf32", how FP32 products are computed on CUDA.
-    reduce_dtype: dtype in which gradients are summed over ranks, scaled as backward computed them.
-        None: in the dtype of `.grad`, unscaled. The micro-batches of an update count as ranks.
-    reduce_divide: place of the division of this sum, see `mprun.distributed.reduction.factors`.
-    reduce_order: order in which it is added, see `mprun.distributed.reduction.in_order`.
-    rounding: how 16-bit masters, or weights without a master copy, are stored. "nearest": without
-        one the update computes in their dtype, or in FP32 with a state_dtype; "stochastic",
-        "kahan": after an update in FP32, see `mprun.precision.rounded_weights`.
+    reduce_dtype: dtype in which gradients are summed over ranks, still multiplied by the loss
+        scale. None: gradients are summed in the dtype of `.grad`, unscaled. The micro-batches of
+        an update count as ranks.
+    reduce_divide: when this sum is divided, see `mprun.distributed.reduction.factors`.
+    reduce_order: order in which this sum is added, see `mprun.distributed.reduction.in_order`.
+    rounding: how 16-bit master weights, or weights without a master copy, are stored. "nearest":
+        without a master copy the update computes in their dtype, or in FP32 with a state_dtype;
+        "stochastic", "kahan": after an update in FP32, see `mprun.precision.rounded_weights`.
     state_dtype, square_dtype, state_rounding: see `StateFormats`; None: as the update computes it.
-    matmul: products of linear layers in 8 bits or fewer; None: they run like all others.
-    attention: attention in FP8; None: it runs like all others.
+    matmul: products of linear layers in 8 bits or fewer; None: these products run like all
+        others.
+    attention: attention in FP8; None: attention runs like other operations.
     """
 
     name: str
@@ -116,8 +119,8 @@ class PrecisionPolicy:
     def masters(self) -> str:
         """Return the kind of master weights: "kept", "transient" or "none".
 
-        "kept" ones stay from step to step, "transient" ones live for one update. With "none" each
-        weight is updated in its own dtype.
+        "kept" master weights stay from step to step, and "transient" ones exist for one update.
+        With "none" each weight is updated in its own dtype.
         """
         if self.master_dtype is not None:
             return "kept"
@@ -125,7 +128,7 @@ class PrecisionPolicy:
 
     @property
     def states(self) -> StateFormats:
-        """Return the formats of the optimizer's state."""
+        """Return the formats of the optimizer state."""
         return StateFormats(self.state_dtype, self.square_dtype, self.state_rounding)
 
     @property
@@ -135,10 +138,11 @@ class PrecisionPolicy:
         return own if own is not None and own.itemsize == 2 else None
 
     def why_stuck(self, decay: float, state: str = "exp_avg_sq") -> str | None:
-        """Return why an average of the optimizer's state does not decay by this factor, or None.
+        """Return why an average in the optimizer state does not decay by this factor, or None.
 
-        State that is rounded to nearest sticks if 1 - decay is below `least_decay`. Random bits are
-        right on average. A block that decays as a whole has a scale that does.
+        State that is rounded to nearest does not decay if 1 - decay is below `least_decay`.
+        With stochastic rounding, the decay is exact on average. If a block decays as a whole, its
+        scale decays.
         """
         form = self.states.of(state)
         if not self.states.are_narrow and self.masters == "none":
@@ -155,7 +159,8 @@ class PrecisionPolicy:
         )
 
     def stuck(self, settings: Mapping[str, Any]) -> str | None:
-        """Return the first of an optimizer's settings by which state does not decay, and why."""
+        """Return the first of an optimizer's settings by which state does not decay, with the
+        reason."""
         for state, (key, place) in DECAYS.items():
             decay = settings.get(key)
             if place is not None and isinstance(decay, (tuple, list)):
@@ -166,13 +171,13 @@ class PrecisionPolicy:
 
     @property
     def half_dtype(self) -> torch.dtype | None:
-        """Return the 16-bit dtype that the mode's products run in, or None."""
+        """Return the 16-bit dtype in which the products of the mode run, or None."""
         dtype = self.autocast_dtype or self.param_dtype
         return dtype if dtype.itemsize == 2 else None
 
     @property
     def formats(self) -> tuple[torch.dtype, ...]:
-        """Return the dtypes that a GPU multiplies in place of FP32, the 16-bit one first."""
+        """Return the dtypes that a GPU multiplies instead of FP32, the 16-bit dtype first."""
         narrow = () if self.half_dtype is None else (self.half_dtype,)
         others = () if self.matmul is None else self.matmul.multiplied
         return tuple(dict.fromkeys((*narrow, *others)))
@@ -221,7 +226,8 @@ _FP8 = {name: ELEMENTS[name] for name in ("e4m3", "e5m2")}
 
 
 def build_policy(name: str, values: Mapping[str, Any]) -> PrecisionPolicy:
-    """Build a policy from the values of a mode's file: dtype names (`fp32`, `bf16`, None), words.
+    """Build a policy from the values in a mode's file: dtype names (`fp32`, `bf16`, None) and
+    words.
 
     Raises:
         ValueError: A value is not an allowed dtype or word.
@@ -304,10 +310,9 @@ def get_policy(name: str, folder: str | Path | None = None) -> PrecisionPolicy:
 
     Args:
         name: name of the mode, such as "fp16_master".
-        folder: holds `name`.yaml instead; values that the file lacks are those of FP32.
+        folder: contains `name`.yaml to use instead; values that the file lacks are those of FP32.
 
-    Raises:
-        ValueError: There is no such file, or it defines no mode.
+    Raises: ValueError: The file does not exist, or it defines no mode.
     """
     values = option("precision", name, None if folder is None else Path(folder))
     own = {key: value for key, value in values.items() if key not in ("defaults", "name")}
@@ -352,8 +357,9 @@ def pin_math_flags(
 ) -> None:
     """Set every flag: FP32 products to "ieee" or "tf32", all 16-bit reductions to FP32.
 
-    `deterministic` also selects deterministic kernels. It turns cuDNN's autotuner off, which may
-    pick another kernel in another run; otherwise the autotuner is on. `autotune` overrides that.
+    `deterministic` also selects deterministic kernels. The autotuner of cuDNN is then off, because
+    it may choose another kernel in another run; otherwise the autotuner is on. `autotune`
+    overrides that.
     """
     pin_products(fp32_math)
     torch.backends.cudnn.benchmark = not deterministic if autotune is None else autotune
@@ -391,7 +397,7 @@ def ieee_fp32() -> Iterator[None]:
 
 
 def read_math_flags() -> dict[str, str | bool]:
-    """Return the flags in force now, as torch reports them."""
+    """Return the present flags, as torch reports them."""
     matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
     return {
         **{f"{name}.fp32_precision": _backend(name).fp32_precision for name in _FP32_PRODUCTS},

@@ -76,7 +76,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         if torch.is_grad_enabled():
-            raise RuntimeError("attention of casts has no second derivative (create_graph=True)")
+            raise RuntimeError("attention in FP8 has no second derivative (create_graph=True)")
         how = ctx.how
         formats = how.names[1], how.granularity, how.format.name, how.grad_format.name
         saved = ctx.saved_tensors

@@ -57,7 +57,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         if torch.is_grad_enabled():
-            raise RuntimeError("products of casts have no second derivative (create_graph=True)")
+            raise RuntimeError("products with casts have no second derivative (create_graph=True)")
         plan, kept, dtype = ctx.plan, ctx.kept, gradient.dtype
         rows = gradient.reshape(-1, gradient.size(-1))
         saved = ctx.saved_tensors  # a checkpoint returns them only once

@@ -128,8 +128,8 @@ def copy_exactly(what: str, own: Tensor, saved: Tensor) -> None:
     """Copy `saved` into `own`, of the same dtype and shape; ValueError names `what` otherwise."""
     if own.dtype != saved.dtype or own.shape != saved.shape:
         raise ValueError(
-            f"{what}: saved as {saved.dtype} {tuple(saved.shape)}, "
-            f"needed {own.dtype} {tuple(own.shape)}"
+            f"{what}: was saved as {saved.dtype} {tuple(saved.shape)}, must be {own.dtype} "
+            f"{tuple(own.shape)}"
         )
     own.copy_(saved)
 
@@ -158,7 +158,7 @@ class WeightAverage:
 
     def __init__(self, weights: Mapping[str, Tensor], decay: float):
         if not 0 < decay < 1:
-            raise ValueError(f"decay={decay} is not allowed: above 0, below 1")
+            raise ValueError(f"decay={decay} is not allowed: must be above 0 and below 1")
         for name, weight in weights.items():
             if weight.is_complex():
                 raise ValueError(f"optim.average_decay: {name} is complex and has no average")

@@ -98,9 +98,9 @@ def _copied(value: Any, changed: Mapping[int, Tensor], copies: dict[int, Any]) -
         made = copies[id(value)] = copy.copy(value)
     except Exception as error:
         raise RuntimeError(
-            f"a prepared model takes and returns tensors; in a {type(value).__name__}, which "
-            f"copy.copy refuses, they would pass without a cast. Pass and return tensors, and "
-            f"build the object outside the model"
+            "a prepared model takes and returns tensors; copy.copy refuses a "
+            f"{type(value).__name__}, so tensors in it would pass without a cast. Pass and return "
+            "tensors, and build the object outside the model"
         ) from error
     if isinstance(value, dict):
         for key, part in value.items():

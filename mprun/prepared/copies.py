@@ -78,13 +78,13 @@ def prepared_copy(own: Any, root: nn.Module, memo: dict[int, Any]) -> nn.Module:
         return plain_copy(root, memo)
     if own.is_sharded:
         raise RuntimeError(
-            "a prepared model must not be copied once its weights are sharded (fully_shard), which "
-            "torch cannot do; copy it before fully_shard"
+            "a prepared model must not be copied after its weights are sharded (fully_shard), "
+            "because torch cannot copy shards; copy it before fully_shard"
         )
     if own.state == Forward.IN_MODE:
         raise RuntimeError(
-            "a prepared model must not be copied during its own call, as it then holds 16-bit "
-            "copies of its weights; copy it between two calls"
+            "a prepared model must not be copied during its own call, because it then contains "
+            "16-bit copies of its weights; copy it between two calls"
         )
     made = plain_copy(own.model, memo)
     other = type(own)(

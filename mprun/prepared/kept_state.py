@@ -110,7 +110,7 @@ class KeptState:
         return state
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Restore in place what `saved` has of it."""
+        """Restore the state of this object from `saved`, in place."""
         first, scale = self.models[0], saved.get("loss_scale")
         if scale is not None and scale["kind"] == first.loss_scale.kind:
             first.loss_scale.load_state_dict(scale)

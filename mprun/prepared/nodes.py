@@ -319,15 +319,15 @@ def refuse_leaks(roots: Iterable[Root]) -> None:
             continue
         if inside is not None and inside.scale is not None and hasattr(node, "variable"):
             raise RuntimeError(
-                "a tensor that requires gradients enters a prepared model past its inputs, so its "
-                "gradient would be scaled. Either pass it to forward, or keep it in a module's "
-                "attribute"
+                "a tensor that requires gradients enters a prepared model without being one of "
+                "its inputs, so its gradient would be scaled. Either pass it to forward, or store "
+                "it in an attribute of a module"
             )
         if owner is not None and owner is not inside and owner.scale is not None:
             raise RuntimeError(
-                "a tensor from inside a prepared model is a part of the loss, but none of "
-                "its outputs, so its gradient has no scale. Either return it from forward, or keep "
-                "it in a module's attribute"
+                "a tensor from inside a prepared model is used in the loss, but is not one of its "
+                "outputs, so its gradient has no scale. Either return it from forward, or store "
+                "it in an attribute of a module"
             )
 
 

@@ -29,8 +29,7 @@ _WRAPPERS = ("AcceleratedOptimizer", "LightningOptimizer")  # call the step of t
 def state_of(optimizer: Optimizer) -> OptimizerSteps:
     """Return the steps of an optimizer over prepared models.
 
-    Raises:
-        ValueError: It holds no parameter of a prepared model.
+    Raises: ValueError: The optimizer contains no parameter of a prepared model.
     """
     given = base_of(optimizer)
     if isinstance(given, Optimizer):
@@ -39,8 +38,8 @@ def state_of(optimizer: Optimizer) -> OptimizerSteps:
         if steps.models:
             return steps
     raise ValueError(
-        f"optimizer: is a {type(given).__name__} that updates no prepared model; pass the one that "
-        "was passed to mprun.prepare"
+        f"optimizer: is a {type(given).__name__} that updates no prepared model; pass the "
+        "optimizer that was passed to mprun.prepare"
     )
 
 

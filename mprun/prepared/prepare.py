@@ -99,28 +99,32 @@ def prepare(
 ) -> Any:
     """Put a model and its optimizers into a precision mode, in place.
 
-    It returns the same objects. From outside the model looks unchanged: its parameters are FP32
-    leaves with unscaled FP32 gradients, its inputs and outputs FP32. With a loss scale, a step with
-    non-finite gradients is skipped and changes the scale, whichever optimizer takes it.
+    The function returns the same objects. From outside the model looks unchanged: parameters are
+    FP32 leaves, gradients are unscaled FP32, inputs and outputs are FP32. With a loss scale, a
+    step with non-finite gradients is skipped and changes the scale, for every optimizer of the
+    model.
 
-    With gradients enabled a call computes in the mode, also in eval mode (frozen BatchNorm);
-    without them eval mode computes in FP32.
+    With gradients enabled a call computes in the mode, even in eval mode (frozen BatchNorm);
+    without gradients, eval mode computes in FP32.
 
     A CPU emulates 16-bit arithmetic as a GPU computes it (docs: precision modes).
 
     Args:
-        model: in FP32, on its device; several in a list. It may be compiled. On several processes,
-            wrap it in DistributedDataParallel or shard it by `fully_shard`, before or after.
-        optimizer: one of torch's or a subclass, before its first step or with a loaded state;
-            several in a list. Optimizers created later are included. None: there is none yet.
+        model: a model in FP32, on its device, or a list of several. The model may be compiled. On
+            several processes, wrap the model in DistributedDataParallel or shard it by
+            `fully_shard`, before or after.
+        optimizer: an optimizer of torch or a subclass, before its first step or with a loaded
+            state; or a list of several. Optimizers created later are included. None: there is no
+            optimizer yet.
         precision: name of a mode ("fp32", "fp16_naive", "fp16_master", "amp", ...) or a policy.
         scaler: name of a loss scaler ("none", "static", "dynamic", "apex", ...), or a `LossScale`,
-            which several calls may share. None: the default of a mode's name, none for a policy.
-        overrides: glob pattern over module names -> dtype ("fp32") in which these modules compute.
-        native: on a CPU, use torch's 16-bit kernels instead of the emulation.
+            which several calls may share. None: the default of a mode's name; for a policy, no
+            scaler.
+        overrides: maps a glob pattern over module names to the dtype ("fp32") in which these
+            modules compute.
+        native: whether a CPU uses torch's 16-bit kernels instead of the emulation.
 
-    Returns:
-        The same (model, optimizer); without an optimizer the model alone.
+    Returns: The same (model, optimizer); without an optimizer, only the model.
 
     Raises:
         ValueError: An argument is wrong; the message names it, the error and the allowed values.
@@ -132,7 +136,7 @@ def prepare(
     if not isinstance(policy, PrecisionPolicy):
         raise ValueError(
             f"precision={precision!r}: must be the name of a mode, or a policy; "
-            f"mprun.precision.get_policy(NAME, FOLDER) loads a file of your own"
+            "mprun.precision.get_policy(NAME, FOLDER) loads your own file"
         )
     device = _device_of(models)
     dtypes = _dtypes(models, overrides or {})
@@ -151,8 +155,8 @@ def prepare(
     known = {id(parameter) for model in models for parameter in model.parameters()}
     if any(known.isdisjoint(map(id, held_by(each))) for each in optimizers):
         raise ValueError(
-            "optimizer: holds no parameter of the model; build it from model.parameters() of the "
-            "model that you prepare"
+            "optimizer: contains no parameter of the model; build it from model.parameters() of "
+            "the model that you prepare"
         )
     for each in optimizers:
         refuse_cast_codes(each)
@@ -174,18 +178,19 @@ def prepare(
 def switch(
     model: nn.Module | Sequence[nn.Module], precision: str | PrecisionPolicy = "bf16_master"
 ) -> None:
-    """Let a prepared model compute in another mode from the next call on, between two steps.
+    """Put a prepared model into another mode, between two steps; its next call computes in the new
+    mode.
 
     Weights (FP32 in both modes), BatchNorm's statistics, the optimizer with its state, the loss
-    scale and the numbers of random bits go on; overrides of modules stay. On several processes all
-    of them call it after the same step.
+    scale and the counters of random bits continue; overrides of modules stay. On several processes
+    all of them must call this function after the same step.
 
     Args:
-        model: as it was given to `prepare`, or wrapped since; several in a list.
+        model: the model that was passed to `prepare`, also if it was wrapped since; or a list of
+            several.
         precision: name of a mode, or a policy.
 
-    Raises:
-        ValueError: The model is not prepared, or cannot go on in this mode.
+    Raises: ValueError: The model is not prepared, or cannot continue in this mode.
     """
     policy = get_policy(precision) if isinstance(precision, str) else precision
     if not isinstance(policy, PrecisionPolicy):
@@ -197,8 +202,8 @@ def switch(
         own.model in inner or own.roots - {own.model} <= inner for own in found
     ):
         raise ValueError(
-            "model: is not one that was given to mprun.prepare; of models that share a part, give "
-            "all together"
+            "model: was not passed to mprun.prepare; if models share a part, pass all of them "
+            "together"
         )
     usual = usual_scaler(policy.name) if isinstance(precision, str) else "none"
     for own in found:
@@ -248,7 +253,7 @@ def _listed(name: str, given: Any, kind: type) -> list[Any]:
             order = "; the order is prepare(model, optimizer)" if swapped else ""
             raise ValueError(f"{name}: is a {type(one).__name__}, must be a {wanted}{order}")
     if not found:
-        raise ValueError(f"{name}: is an empty list, must hold a {wanted}")
+        raise ValueError(f"{name}: is an empty list, must contain a {wanted}")
     return found
 
 
@@ -347,7 +352,7 @@ def _refuse_unpreparable(model: nn.Module) -> None:
     """Raise ValueError unless it is a plain FP32 module; say what to do instead."""
     if isinstance(model, torch.jit.ScriptModule):
         raise ValueError(
-            "the model is a ScriptModule, whose arithmetic is fixed; give the nn.Module"
+            "the model is a ScriptModule, whose arithmetic is fixed; pass the nn.Module"
         )
     for name, module in model.named_modules():
         if is_fsdp1(module):
@@ -377,10 +382,11 @@ def _refuse_prepared(model: nn.Module) -> None:
     gc.collect()  # a model is in circles: those that the script has dropped go here
     for name, module, whole in _prepared_with(model):
         if module is model:
-            raise ValueError("the model is already prepared; build it anew to prepare it again")
+            raise ValueError("the model is already prepared; build a new one to prepare it again")
         kind = type(whole).__name__
         raise ValueError(
-            f"{name} is a part of a {kind} that is already prepared; {_TOGETHER}, or build it anew"
+            f"{name} is a part of a {kind} that is already prepared; {_TOGETHER}, or build a new "
+            "one"
         )
 
 

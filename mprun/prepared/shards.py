@@ -142,7 +142,7 @@ def refuse_spread(module: str, name: str, parameter: Tensor) -> None:
     if is_shard(parameter):
         raise RuntimeError(
             f"{module}.{name} is divided over processes when it is used; mprun.prepare supports "
-            f"DistributedDataParallel and fully_shard, but no tensor parallelism"
+            "DistributedDataParallel and fully_shard, but not tensor parallelism"
         )
 
 
@@ -160,8 +160,8 @@ def refuse_unshared(trained: Sequence[Tensor]) -> None:
     if not all(map(is_shard, trained)):
         what = "what fully_shard has left of " if any(map(is_shard, trained)) else ""
         raise RuntimeError(
-            f"{get_world_size()} processes train {what}a prepared model, but nothing adds up their "
-            "gradients. Put torch.nn.parallel.DistributedDataParallel around it, or apply "
+            f"{get_world_size()} processes train {what}a prepared model, but their gradients are "
+            "not added up. Put torch.nn.parallel.DistributedDataParallel around it, or apply "
             "fully_shard to its layers and then to the model"
         )
 

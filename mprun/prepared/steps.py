@@ -51,9 +51,10 @@ class OptimizerSteps:
 
     Attributes:
         optimizer: the script's optimizer.
-        models: the prepared models whose parameters it holds, in the order of its groups.
+        models: the prepared models whose parameters the optimizer contains, in the order of its
+            groups.
         steps: number of steps so far, including skipped ones.
-        last: results of the last step; None before it.
+        last: results of the last step; None before the first step.
     """
 
     def __init__(self, optimizer: Optimizer):
@@ -94,22 +95,23 @@ class OptimizerSteps:
 
     @property
     def narrow(self) -> RoundedWeights | None:
-        """Return its weights without a master copy, and state in few bits; None: it has none."""
+        """Return the optimizer's weights without a master copy, and state in few bits; None if
+        there are none."""
         return self._kept.narrow
 
     @property
     def policy(self) -> PrecisionPolicy:
-        """Return the policy of its models."""
+        """Return the policy of the optimizer's models."""
         return self.models[0].policy
 
     @property
     def forward_context(self) -> ForwardContext:
-        """Return the context in which the calls of its first model run."""
+        """Return the context in which the calls of the first model run."""
         return self.models[0].forward_context
 
     @property
     def scale(self) -> LossScale:
-        """Return the loss scale of its first model."""
+        """Return the loss scale of the first model."""
         return self.models[0].loss_scale
 
     @property
@@ -119,13 +121,14 @@ class OptimizerSteps:
 
     @property
     def module(self) -> nn.Module:
-        """Return its model, or a list of several."""
+        """Return the model, or a list if there are several."""
         if len(self.models) == 1:
             return self.models[0].model
         return nn.ModuleList(model.model for model in self.models)
 
     def named(self) -> dict[str, Tensor]:
-        """Return name -> parameter, for the parameters of its models that the optimizer holds."""
+        """Return a mapping from name to parameter, for the parameters of the models that the
+        optimizer contains."""
         held = set(map(id, held_by(self.optimizer)))
         found: dict[str, Tensor] = {}
         for number, model in enumerate(self.models):
@@ -140,7 +143,7 @@ class OptimizerSteps:
 
     @property
     def loss_scales(self) -> list[LossScale]:
-        """Return the loss scales of its models, each once."""
+        """Return the loss scales of the models, each once."""
         return [*dict.fromkeys(model.loss_scale for model in self.models)]
 
     @property
@@ -151,7 +154,7 @@ class OptimizerSteps:
         return self.last.found_inf
 
     def computed(self) -> list[tuple[Tensor, torch.dtype]]:
-        """Return each parameter of its models with the dtype in which the model computes."""
+        """Return each parameter of the models with the dtype in which its model computes."""
         found: list[tuple[Tensor, torch.dtype]] = []
         for model in self.models:
             dtypes = model.tensors.dtypes()
@@ -159,7 +162,7 @@ class OptimizerSteps:
         return found
 
     def watch_gradient(self, own: Tensor, hook: Callable[[Tensor], None]) -> Any:
-        """Call `hook` with each gradient of a parameter as a backward pass makes it in the model;
+        """Call `hook` with each parameter gradient that a backward pass computes in the model;
         return a handle with a method `remove`."""
         model = next(one for one in self.models if id(own) in one.tensors.dtypes())
         return model.tensors.watch_gradient(own, hook)
@@ -174,7 +177,7 @@ class OptimizerSteps:
         return {name: self.optimizer.state.get(own, {}) for name, own in self.named().items()}
 
     def refresh(self) -> None:
-        """Look for its models if its groups have changed."""
+        """Search for the optimizer's models if its groups have changed."""
         groups = [group["params"] for group in self.optimizer.param_groups]
         key = PreparedModel.built, [(len(group), id(group[0]) if group else 0) for group in groups]
         if key == self._key:
@@ -212,7 +215,7 @@ class OptimizerSteps:
                     return
 
     def begin_mode(self) -> None:
-        """Hear that a model enters another mode, which has to show itself in the next steps."""
+        """Note that a model enters another mode, which must show itself in the next steps."""
         self._is_checked, self._first = False, self.steps + FIRST
         self.refresh()
 
@@ -257,8 +260,8 @@ class OptimizerSteps:
             is_sharded = any(model.is_sharded for model in self.models)
             if is_sharded and now.isdisjoint(map(id, held_by(self.optimizer))):
                 raise RuntimeError(
-                    "the optimizer holds parameters from before fully_shard, which replaced them; "
-                    "build the optimizer afterwards, from model.parameters()"
+                    "the optimizer contains parameters from before fully_shard, which replaced "
+                    "them; build the optimizer afterwards, from model.parameters()"
                 )
             raise RuntimeError(
                 "no gradients: no backward pass has reached the parameters of this optimizer since "
@@ -387,9 +390,10 @@ class OptimizerSteps:
         return found
 
     def look_at(self, model: PreparedModel) -> None:
-        """Record, at the end of a pass, whether the gradients of its parameters are finite.
+        """Record, at the end of a pass, whether the gradients of the optimizer's parameters are
+        finite.
 
-        Other parameters of the model may hold infinities of another optimizer's loss.
+        Other parameters of the model may contain infinities from the loss of another optimizer.
         """
         if len(model.updated_by) == 1:
             self._found_in.pop(model, None)
@@ -425,11 +429,12 @@ class OptimizerSteps:
         self._kept.add_up_in_16_bits(self.optimizer)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for the next step, without weights and the optimizer's own state."""
+        """Return the state that the next step needs, without weights and the state of the
+        optimizer itself."""
         return self._kept.state_dict()
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Restore in place what `saved` has of it."""
+        """Restore the state of this object from `saved`, in place."""
         self._kept.load_state_dict(saved)
 
 

@@ -110,7 +110,7 @@ def all_in(folder: Path) -> list[tuple[int, Path]]:
     for path in folder.glob("step-*"):
         if match := _NAME.match(path.name):
             if path.is_symlink() or not path.is_dir():
-                raise Damaged(f"{path}: has the name of a checkpoint, but is no folder")
+                raise Damaged(f"{path}: has the name of a checkpoint, but is not a folder")
             found.append((int(match[1]), path))
     return sorted(found)
 

@@ -82,7 +82,9 @@ class Metric:
     def check_margin(self, margin: float | None, data: str | None) -> None:
         """Raise BadInput for a `compare.margin` that this unit cannot have."""
         if margin is None and self.margin_on(data) is None:
-            raise BadInput(f"compare.margin=null: {self.name} needs one, in its own unit")
+            raise BadInput(
+                f"compare.margin=null: {self.name} needs a margin, in the unit of the metric"
+            )
         if margin is not None and margin >= _MOST and (self.relative or self.unit == "fraction"):
             of = "relative to the baseline's mean, 0.01 means 1 %"
             of = of if self.relative else "of a fraction half a point is 0.005"
@@ -133,7 +135,7 @@ def with_judged(
             key = next(key for key in one if one[key] != two[key])
             raise BadInput(
                 f"model.task={task}: metrics declares {metric.name} twice, with {key}={one[key]} "
-                f"and {two[key]}; must be once"
+                f"and {two[key]}; must declare it once"
             )
     name, higher = compare.metric, compare.higher_is_better
     if name not in found:
@@ -143,8 +145,8 @@ def with_judged(
         if higher is None:
             hint = did_you_mean(meant(name, found))
             raise BadInput(
-                f"compare.metric={name}: {hint}{' ' if hint else ''}{task} declares "
-                f"{', '.join(found)}; of another say compare.higher_is_better=true (and "
+                f"compare.metric={name}: {hint}{(' ' if hint else '')}{task} declares "
+                f"{', '.join(found)}; for another metric set compare.higher_is_better=true (and "
                 "compare.margin) or =false"
             )
         found[name] = stated(name, higher)

@@ -76,7 +76,7 @@ def metrics_until(path: Path, last_step: int, so_far: dict[str, Any]) -> bytes:
     except (LookupError, TypeError):
         whole = False
     if not whole:
-        raise Damaged(f"{path}: changed since the checkpoint of step {last_step}")
+        raise Damaged(f"{path}: was changed since the checkpoint of step {last_step}")
     return data
 
 

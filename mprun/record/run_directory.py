@@ -82,7 +82,7 @@ def claim(parent: Path, name: str) -> Path:
             with suppress(FileExistsError):
                 path.mkdir()
                 return path
-    raise BadInput(f"{parent / name}: 9,999 runs of this name exist; clean up or use name=")
+    raise BadInput(f"{parent / name}: 9,999 runs of this name exist; delete some or use name=")
 
 
 def claimed_before(parent: Path, name: str) -> list[Path]:
@@ -105,7 +105,7 @@ def claim_exactly(path: Path) -> Path:
             one.name in _FIRST or _TEMPORARY.fullmatch(one.name) for one in path.iterdir()
         ):
             return path
-    raise BadInput(f"output_dir={path}: exists already; use another directory or resume={path}")
+    raise BadInput(f"output_dir={path}: already exists; use another directory or resume={path}")
 
 
 @contextmanager
@@ -117,7 +117,7 @@ def _making(key: str, path: Path) -> Iterator[None]:
         if error.errno in FAILING:
             raise Resource(f"{key}={path}: {error.strerror}") from None
         raise BadInput(
-            f"{key}={path}: cannot be made ({error.strerror}); choose another folder"
+            f"{key}={path}: cannot be created ({error.strerror}); choose another folder"
         ) from None
 
 
@@ -182,7 +182,7 @@ def refuse_strange(directory: Path) -> None:
                 elif entry.is_dir():
                     folders.append(entry.path)
                 elif not entry.is_file():
-                    raise Damaged(f"{entry.path}: neither a file nor a folder")
+                    raise Damaged(f"{entry.path}: is neither a file nor a folder")
 
 
 @contextmanager
@@ -267,7 +267,7 @@ def read_json(path: Path) -> dict:
     try:
         return json.loads(plain_content(path, MOST_JSON))
     except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, a number of 5,000 digits
-        raise Damaged(f"{path}: not valid JSON ({error})") from None
+        raise Damaged(f"{path}: is not valid JSON ({error})") from None
 
 
 def write_config(directory: Path, config: dict) -> None:
@@ -291,10 +291,10 @@ def read_config(directory: Path) -> dict:
     try:
         content = yaml.load(content_of(directory, "config.yaml", _MOST_CONFIG), _PlainYaml)
     except FileNotFoundError:
-        raise BadInput(f"{directory}: no config.yaml there; give a run directory") from None
+        raise BadInput(f"{directory}: contains no config.yaml; name a run directory") from None
     except (ValueError, yaml.YAMLError, RecursionError, TypeError) as error:
         reason = (str(error).splitlines() or [""])[0]
-        raise Damaged(f"{path}: not valid YAML ({reason})") from None
+        raise Damaged(f"{path}: is not valid YAML ({reason})") from None
     if not isinstance(content, dict):
         raise Damaged(f"{path}: not a mapping")
     return content

@@ -280,7 +280,7 @@ def read_record(directory: Path, *needed: str) -> Record:
     """
     path = directory / "run.json"
     if is_foreign(directory):
-        raise BadInput(f"{directory}: not a run of mprun, though it has a run.json")
+        raise BadInput(f"{directory}: is not a run of mprun, although it has a run.json")
     refuse_strange(directory)
     try:
         record = read_fields(directory)
@@ -297,7 +297,7 @@ def read_record(directory: Path, *needed: str) -> Record:
         for name in key.split("."):
             found = found.get(name) if isinstance(found, dict) else None
         if found is None:
-            raise Damaged(f"{path}: not the record of a run (no {key})")
+            raise Damaged(f"{path}: is not the record of a run (no {key})")
     return Record(directory, record)
 
 

@@ -62,7 +62,7 @@ def read_fields(directory: Path) -> dict[str, Any]:
         if (found := _of_fields(others)) != seal.get("fields"):
             should = f"fields of SHA-256 {str(seal.get('fields'))[:12]}..."
             raise BrokenSeal(
-                f"{path}: changed since the run ended: has {found[:12]}..., not {should}"
+                f"{path}: was changed since the run ended: has {found[:12]}..., not {should}"
             )
     elif isinstance(fields, dict) and fields.get("status") not in (None, "running"):
         _note_unsealed(path)
@@ -127,12 +127,12 @@ def plain_content(path: Path, most: int | None = None) -> bytes:
         with open(path, "rb", opener=lambda name, how: os.open(name, how | os.O_NONBLOCK)) as file:
             found = os.fstat(file.fileno())
             if not stat.S_ISREG(found.st_mode):
-                raise Damaged(f"{path}: not a file")
+                raise Damaged(f"{path}: is not a file")
             if most is not None and found.st_size > most:
-                raise Damaged(f"{path}: {found.st_size:,} bytes, must be at most {most:,}")
+                raise Damaged(f"{path}: has {found.st_size:,} bytes, must have at most {most:,}")
             return file.read()
     except IsADirectoryError:
-        raise Damaged(f"{path}: not a file") from None
+        raise Damaged(f"{path}: is not a file") from None
 
 
 def _sealed_files(directory: Path) -> dict[str, Any] | None:
@@ -145,7 +145,7 @@ def _sealed_files(directory: Path) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except (ValueError, RecursionError):
-        raise Damaged(f"{path}: not valid JSON") from None
+        raise Damaged(f"{path}: is not valid JSON") from None
     return _KNOWN[str(path)][1]
 
 
@@ -164,7 +164,7 @@ def _of_fields(fields: dict[str, Any]) -> str:
 
 
 def _refuse(path: Path, should: Any, found: str) -> NoReturn:
-    raise BrokenSeal(f"{path}: changed since the run ended: {found}, not {_in_words(should)}")
+    raise BrokenSeal(f"{path}: was changed since the run ended: {found}, not {_in_words(should)}")
 
 
 def _in_words(digest: Any) -> str:

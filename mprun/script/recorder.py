@@ -257,8 +257,8 @@ def configuration(
     }
     if (size := len(_canonical(values))) > _MOST_CONFIG:
         raise ValueError(
-            f"config: {size} characters, must be at most {_MOST_CONFIG}; "
-            "give only settings that affect the result, and hashes of large values"
+            f"config: has {size} characters, must have at most {_MOST_CONFIG}; pass only settings "
+            "that affect the result, and hashes of large values"
         )
     return values | {"compare": compare}
 

@@ -51,38 +51,40 @@ class Diverged(SystemExit):
 class Run:
     """A run directory that a script writes, in a `with` block around its training.
 
-    On several processes, each one creates it and calls it alike. The first one writes. The others
-    wait for it every `log_every` steps, at evaluations and at the end. It ends in all of them or in
-    none.
+    On several processes, each process creates the run and calls it in the same way. The first
+    process writes the directory. The other processes wait for it every `log_every` steps, at
+    evaluations and at the end. A run ends in all processes or in none.
 
     Args:
         folder: parent of the run's directory, which is named after mode, scaler and seed.
-        optimizer: from `mprun.prepare`; several in a list, or by name ({"d": ..., "g": ...}).
-        config: the script's settings that affect its result, for instance `vars(args)`. Runs
-            are compared if these agree; precision, scaler and seed are left out.
-        seed: runs of the same seed are compared in pairs.
+        optimizer: the optimizer from `mprun.prepare`; several in a list, or by name
+            ({"d": ..., "g": ...}).
+        config: the script's settings that affect its result, for instance `vars(args)`. Runs are
+            compared if these settings agree; precision, scaler and seed are left out.
+        seed: the seed; runs with the same seed are compared in pairs.
         data: the training data: a name, or a path (or several) whose content is hashed.
         metric: metric of `evaluate` that the verdict judges.
-        margin: difference up to which the metric matches FP32: relative (0.01: 1 %), or in the
-            metric's own unit if higher is better; None: 1 %.
-        higher_is_better: the metric is an accuracy or a score; needs a margin. None: False for
-            names with loss, error or perplexity; other names are refused.
+        margin: largest difference to FP32 that matches: relative (0.01: 1 %), or in the metric's
+            unit if higher is better; None: 1 %.
+        higher_is_better: whether the metric is an accuracy or a score; needs a margin. None:
+            False for names with loss, error or perplexity; other names are refused.
         pair_sd: known scatter (standard deviation) of the gap between one run and its FP32
-            partner, in the margin's unit. It allows the one sound test of a single pair.
-        pair_sd_source: the runs that pair_sd was measured on; needed with it.
+            partner, in the margin's unit. The scatter allows a sound test of a single pair.
+        pair_sd_source: the runs from which pair_sd was measured; required with pair_sd.
         name: name of the experiment; None: the script's file.
-        log_every: steps between two records; the first 20 and every skipped step have one too.
-        probe_every: probe each step that this number divides, see `mprun.probe`; 0: none.
-        modules: patterns of the modules to probe; none: all modules without submodules.
+        log_every: number of steps between two records; the first 20 steps and every skipped step
+            also have a record.
+        probe_every: probe each step that this number divides, see `mprun.probe`; 0: no probes.
+        modules: patterns of the modules to probe; if empty, all modules without submodules.
 
     Attributes:
         directory: the run's directory.
         status: "running", then "done", "diverged", "preempted" or "failed".
-        steps: number of steps taken so far.
+        steps: number of steps so far.
 
     Raises:
         ValueError: an argument is wrong; the message names it and what is allowed.
-        BadInput: the directory cannot be made.
+        BadInput: the directory cannot be created.
     """
 
     _seed_plan: SeedPlan | None = None  # of a sweep until decided
@@ -112,19 +114,21 @@ class Run:
             raise ValueError(f"config: must be a mapping, not a {type(config).__name__}")
         if higher_is_better is None and (higher_is_better := told_by_name(metric)) is not False:
             raise ValueError(
-                f"metric={metric}: say higher_is_better=True and a margin in its own unit, or "
-                "higher_is_better=False if less of it is better"
+                f"metric={metric}: pass higher_is_better=True and a margin in its own unit, or "
+                "higher_is_better=False if lower values are better"
             )
         if margin is not None and not 0 < margin < (math.inf if higher_is_better else 0.5):
             allowed = "above 0" if higher_is_better else "above 0 and below 0.5 (0.01: 1 %)"
             raise ValueError(f"margin={margin!r}: must be {allowed}")
         if higher_is_better and margin is None:
-            raise ValueError("margin=None: needed with higher_is_better, in the metric's own unit")
+            raise ValueError(
+                "margin=None: a margin is needed with higher_is_better, in the unit of the metric"
+            )
         if pair_sd is not None and not 0 < pair_sd < math.inf:
             raise ValueError(f"pair_sd={pair_sd!r}: must be above 0, in the margin's unit")
         if (pair_sd is None) != (not (pair_sd_source or "").strip()):
             said = f"pair_sd={pair_sd!r}, pair_sd_source={pair_sd_source!r}"
-            raise ValueError(f"{said}: must be given together, or neither")
+            raise ValueError(f"{said}: must be passed together, or not at all")
         self.task = task = ScriptTask(optimizer)
         modules = list(modules)
         chosen_modules(task.learners, modules)
@@ -198,18 +202,18 @@ class Run:
     def step(self, loss: Tensor | float, **metrics: Tensor | float) -> None:
         """Count the step that the script has just taken; call it after `optimizer.step()`.
 
-        It waits for the device only at steps that are recorded. On CUDA it never waits: the numbers
-        are read `log_every` steps later.
+        The call waits for the device only at steps that are recorded. On CUDA the call never
+        waits: the numbers are read `log_every` steps later.
 
         Args:
-            loss: the step's loss to report, 0-dim. mprun checks that it is finite. With several
-                losses, as in a GAN, pass their sum, and each as a metric.
+            loss: the loss of the step to report, 0-dim. mprun checks that it is finite. If there
+                are several losses, as in a GAN, pass their sum, and each loss as a metric.
             metrics: further metrics of the step, one number each.
 
         Raises:
             Diverged: the loss was not finite although its update was applied, or a loss scale has
                 collapsed. The run is recorded, and the exception ends its `with` block.
-            RuntimeError: no optimizer has taken a step.
+            RuntimeError: no optimizer has made a step.
         """
         if self.status != "running":
             self._refuse_ended()
@@ -244,7 +248,7 @@ class Run:
         A prepared model in eval mode computes with its master weights in FP32.
 
         Args:
-            metrics: one number a name, including the run's `metric`.
+            metrics: one number for each name, including the run's `metric`.
 
         Raises:
             Diverged: a metric is not finite.
@@ -270,13 +274,12 @@ class Run:
                 self._diverge(self._recorder, (self.steps, cause))
 
     def rewind(self) -> int:
-        """Restore models, optimizers, loss scales and random states from the newest kept copy.
+        """Restore models, optimizers, loss scales and random states from the newest saved copy.
 
-        After a divergence this is a state before the bad step. `mprun.explain(step, optimizer,
-        steps=...)` can look for that step from there.
+        After a divergence, this copy was saved before the bad step. From this state,
+        `mprun.explain(step, optimizer, steps=...)` can search for the bad step.
 
-        Returns:
-            The step that the copy was taken after.
+        Returns: The step after which the copy was saved.
         """
         keeper = None if self._recorder is None else self._recorder.keeper
         if keeper is None:
@@ -288,7 +291,7 @@ class Run:
         return kept.step
 
     def close(self, status: str = "done", cause: str | None = None) -> None:
-        """End the run; for a script without a `with` block."""
+        """End the run, in a script without a `with` block."""
         if status not in ("done", "failed", "preempted"):
             raise ValueError(f"status={status!r}: must be done, failed or preempted")
         if self.status != "running":

@@ -37,7 +37,7 @@ _EVERY_S = 0.2  # between two updates of the progress
 
 
 class SweptRun(Run):
-    """A run of `mprun.sweep`: a `Run` that begins when `prepare` gets model and optimizer.
+    """A run of `mprun.sweep`: a `Run` that begins when `prepare` receives model and optimizer.
 
     Attributes:
         precision: the mode's name.
@@ -60,7 +60,8 @@ class SweptRun(Run):
     def prepare(
         self, model: Model, optimizer: Opt, **options: Unpack[Options]
     ) -> tuple[Model, Opt]:
-        """Put model and optimizer into the run's mode as `mprun.prepare` does; begin the record."""
+        """Put model and optimizer into the run's mode as `mprun.prepare` does, and begin the
+        record."""
         if self.status != "not prepared":
             raise RuntimeError(
                 "run.prepare: was called twice; call it once per run, with all "
@@ -119,29 +120,29 @@ def sweep(
     """Call `train(run)` for each mode and seed, record every run and compare the modes with FP32.
 
     Before each call, the random generators of Python, NumPy and torch get the seed. The function
-    builds model and optimizer anew, gives them to `run.prepare`, calls `run.step(loss)` after each
-    step, and `run.evaluate(loss=...)` at its end. A run that diverges is a result; the sweep goes
-    on. Any other error ends it.
+    builds a new model and optimizer, passes them to `run.prepare`, calls `run.step(loss)` after
+    each step, and `run.evaluate(loss=...)` at its end. A run that diverges is a result; the sweep
+    continues. Any other error ends the sweep.
 
     With `until="decided"` each round adds one seed for FP32 and the undecided modes, up to
-    `max_seeds`. Each record has the plan of looks before its run, so that the verdicts keep their
-    error rate of 5 %.
+    `max_seeds`. Each record contains the plan of interim looks before its run, so that the
+    verdicts keep their error rate of 5 %.
 
     Args:
         train: the function; it may read `run.precision` and `run.seed`.
-        modes: names of precision modes; FP32 among them is the baseline.
+        modes: names of precision modes; FP32 must be among them, as the baseline.
         seeds: number of seeds (3: 0, 1, 2), or a list of seeds. With `until`: the seeds of the
-            first look, at least 3 consecutive ones; further seeds follow.
+            first look, at least 3 consecutive seeds; further seeds follow.
         folder: parent of the run directories; None: outputs/ and the function's name.
-        config: settings that decide on the result, as for `mprun.Run`.
+        config: settings that affect the result, as for `mprun.Run`.
         data, metric, margin, higher_is_better, pair_sd, pair_sd_source, log_every: as for
             `mprun.Run`.
-        until: "decided", or None: all `seeds` of every mode.
+        until: "decided", or None to run all `seeds` of every mode.
         max_seeds: largest number of seeds per mode with `until` (None: 10; at most 50).
 
     Returns:
         The comparison of these runs: `verdicts`, `curves`, `figure()`, `write(folder)`. A notebook
-        shows it with its figures.
+        shows the returned object with its figures.
 
     Raises:
         ValueError: an argument is wrong, or `train` did not prepare or evaluate its run.
@@ -205,18 +206,18 @@ def _planned(
 ) -> SeedPlan | None:
     """Return the plan of the looks; None: there is one test of all seeds."""
     if until is None and most is not None:
-        raise ValueError(f"max_seeds={most}: only with until='decided'")
+        raise ValueError(f"max_seeds={most}: is only allowed with until='decided'")
     if until is None:
         return None
     if until != "decided":
         raise ValueError(f"until={until!r}: must be 'decided', or None")
     if len(modes) < 2:
-        raise ValueError(f"modes={[*modes]}: until='decided' needs another mode than {_BASELINE}")
+        raise ValueError(f"modes={[*modes]}: until='decided' needs a mode other than {_BASELINE}")
     first = len(seeds)
     if first < FEWEST or [*seeds] != [*range(seeds[0], seeds[0] + first)]:
         raise ValueError(
-            f"seeds={[*seeds]}: with until='decided' at least {FEWEST} consecutive seeds, those of "
-            f"the first look"
+            f"seeds={[*seeds]}: with until='decided' pass at least {FEWEST} consecutive seeds, "
+            "for the first look"
         )
     most = max(first, MOST_BY_DEFAULT) if most is None else most
     if type(most) is not int or not first <= most <= MOST:
@@ -252,12 +253,15 @@ def _source_of(train: Callable) -> str | None:
 def _check(run: SweptRun, name: str, metric: str) -> None:
     """Raise ValueError unless the function did what a comparison needs."""
     if run.status == "not prepared":
-        raise ValueError(f"{name}: ended without run.prepare(model, optimizer)")
+        raise ValueError(f"{name}: the function ended without run.prepare(model, optimizer)")
     if run.status == "done" and not run.steps:
-        raise ValueError(f"{name}: ended without run.step(loss) after each optimizer.step()")
+        raise ValueError(
+            f"{name}: the function ended without run.step(loss) after each optimizer.step()"
+        )
     if run.status == "done" and not run.final:
         raise ValueError(
-            f"{name}: ended without run.evaluate({metric}=...), which the verdict needs"
+            f"{name}: the function ended without run.evaluate({metric}=...), which the verdict "
+            "needs"
         )
 
 

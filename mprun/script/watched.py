@@ -94,7 +94,9 @@ class ScriptTask:
                 if last.found_inf is not None:
                     flags.append(last.found_inf)
         if (taken := steps - self._steps) == 0:
-            raise RuntimeError("no optimizer.step() since the last step; it comes before this call")
+            raise RuntimeError(
+                "no optimizer.step() since the last step; call it before run.step(loss)"
+            )
         if taken > 1 and len(self._scale_names) == 1:
             raise RuntimeError(
                 f"{taken} calls of optimizer.step() since the last run.step(loss), must be one; "
@@ -185,15 +187,15 @@ class ScriptTask:
 def probe(
     step: Callable[[], Any], optimizer: Optimizers, modules: Sequence[str] = ()
 ) -> ProbeRecord:
-    """Take one step of a script and count all its tensors by exponent.
+    """Run one step of a script and count the values of all its tensors by exponent.
 
-    The step is a normal training step and computes the same.
+    The step is a normal training step and computes the same result.
 
     Args:
-        step: function that takes the step (forward, backward, `optimizer.step()`) and returns its
+        step: function that runs the step (forward, backward, `optimizer.step()`) and returns its
             loss, 0-dim.
-        optimizer: prepared; several in a list, or by name.
-        modules: glob patterns over module names; none: every module without modules inside.
+        optimizer: a prepared optimizer; several in a list, or by name.
+        modules: glob patterns over module names; if empty, every module without submodules.
 
     Returns:
         activations, gradients, weights and updates by module, and the updates that FP16 would lose,

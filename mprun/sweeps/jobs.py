@@ -170,8 +170,8 @@ def _check_same(cell: Cell, record: dict) -> None:
         and cell.config_hash == config_hash(current(record["config"]))
     ):
         raise BadInput(
-            f"{cell.directory}: holds a run of another configuration; use name= for "
-            "a separate sweep"
+            f"{cell.directory}: contains a run of another configuration; use name= for a separate "
+            "sweep"
         )
     _check_plan(cell, record)
     recorded = dict(data_places(record.get("config", {})))
@@ -192,8 +192,8 @@ def _check_plan(cell: Cell, record: dict) -> None:
     if there != list(cell.plan):
         what = "without a plan" if there is None else f"under the plan {there}"
         raise BadInput(
-            f"{cell.directory}: recorded {what}; until=decided needs seeds whose values nobody has "
-            f"seen: give another first seed, seed=N"
+            f"{cell.directory}: recorded {what}; until=decided needs seeds whose values nobody "
+            "has seen: choose another first seed, seed=N"
         )
 
 

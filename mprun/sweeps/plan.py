@@ -73,13 +73,14 @@ def checked_launcher(overrides: list[str]) -> str | None:
     with hydra_session(None):
         if launcher not in group_options("hydra/launcher"):
             raise BadInput(
-                f"hydra/launcher={launcher}: not installed; pip install "
+                f"hydra/launcher={launcher}: is not installed; pip install "
                 f"'mprun[{LAUNCHERS[launcher]}]'"
             )
         _check_values(overrides)
     if launcher == "submitit_slurm" and shutil.which("sbatch") is None:
         raise BadInput(
-            "hydra/launcher=submitit_slurm: there is no sbatch here; run it on a machine with SLURM"
+            "hydra/launcher=submitit_slurm: there is no sbatch here; start the sweep on a machine "
+            "with SLURM"
         )
     return str(launcher)
 
@@ -152,7 +153,8 @@ def plan(overrides: list[str], config_dir: str | None) -> Plan:
     swept = frozenset(o.key_or_group for o in parsed if o.is_sweep_override())
     if {"output_dir", "resume"} & {o.key_or_group for o in parsed}:
         raise BadInput(
-            "output_dir, resume: not with -m, because each run of a sweep has its own directory"
+            "output_dir, resume: are not allowed with -m, because each run of a sweep has its own "
+            "directory"
         )
     if "output_root" in swept:
         raise BadInput(
@@ -186,7 +188,7 @@ def plan(overrides: list[str], config_dir: str | None) -> Plan:
     cells = [_cell(one, swept) for one in composed]
     directories = {cell.directory for cell in cells}
     if len(directories) < len(cells):
-        raise BadInput("-m: two runs of the sweep are the same; leave out the repeated value")
+        raise BadInput("-m: two runs of the sweep are the same; remove the repeated value")
     parents = {directory.parent for directory in directories}
     root = parents.pop() if len(parents) == 1 else Path(composed[0].config.output_root)
     return Plan(tuple(cells), root, swept, config_dir, launcher, tuple(of_launcher), until)

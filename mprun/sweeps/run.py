@@ -68,7 +68,9 @@ def sweep(
     """
     planned = plan(overrides, config_dir)
     if planned.launcher and jobs is not None:
-        raise BadInput(f"-j {jobs}: not with a launcher, which sets its own number of jobs")
+        raise BadInput(
+            f"-j {jobs}: is not allowed with a launcher, which sets its own number of jobs"
+        )
     command = ["mprun", "-m", *overrides]
     for flag, value in (("-j", jobs), ("--config-dir", config_dir)):
         command += [] if value is None else [flag, str(value)]

@@ -41,7 +41,7 @@ def asked(words: dict[str, str]) -> UntilDecided | None:
         return None
     if "until" not in words:
         key, value = next(iter(words.items()))
-        raise BadInput(f"{key}={value}: only with until=decided")
+        raise BadInput(f"{key}={value}: is only allowed with until=decided")
     if words["until"] != "decided":
         raise BadInput(f"until={words['until']}: must be decided ({SEED_WORDS['until']})")
     first = _number(words, "min_seeds", FEWEST, FEWEST, MOST)
@@ -87,11 +87,11 @@ def refuse_lone_modes(composed: Sequence["Composed"]) -> None:
         if shared not in baselines:
             wanted = composed[0].config.compare.baseline
             raise BadInput(
-                f"until=decided: no run of the baseline; precision= must have {wanted} "
-                f"(compare.baseline) as well{', without scaler=' * (wanted == BASELINE)}"
+                "until=decided: there is no run of the baseline; precision= must also have "
+                f"{wanted} (compare.baseline){', without scaler=' * (wanted == BASELINE)}"
             )
         if len(arms) < 2:
             raise BadInput(
-                "until=decided: needs another mode than the baseline, such as precision="
-                f"{baselines[shared]},amp"
+                "until=decided: needs a mode other than the baseline, such as "
+                f"precision={baselines[shared]},amp"
             )

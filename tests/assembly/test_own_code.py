@@ -1,4 +1,4 @@
-"""What the user's own data and networks must be, said before step 1; and that they are honoured."""
+"""The user's own data and networks are checked before step 1, and used as given if correct."""
 
 import random
 import sys
@@ -242,12 +242,15 @@ def own_modules(tmp_path, monkeypatch):
         # the function
         ("data.factory=ownnone:f", "data.factory=ownnone:f: no module named 'ownnone'"),
         ("data.factory=owncode.deep:f", "no module named 'owncode.deep'"),
-        ("data.factory=ownbad:f", "importing it: KeyError: 'here' (ownbad.py, line 2)"),
-        ("data.factory=ownexit:f", "importing it: SystemExit: 7"),
+        (
+            "data.factory=ownbad:f",
+            "importing the module failed: KeyError: 'here' (ownbad.py, line 2)",
+        ),
+        ("data.factory=ownexit:f", "importing the module failed: SystemExit: 7"),
         # A command that ends with 0 would be taken for a run that is done.
         ("data.factory=ownleaves:f", "data.factory=ownleaves:f: SystemExit: 0 (ownleaves.py, line"),
         ("model.factory=ownleaves:f", "model.factory=ownleaves:f: SystemExit: 0 (ownleaves.py"),
-        ("data.factory=ownsyntax:f", "importing it: SyntaxError"),
+        ("data.factory=ownsyntax:f", "importing the module failed: SyntaxError"),
         ("data.factory=ownneeds:f", "ModuleNotFoundError: No module named 'no_such_library'"),
         ("data.factory=owncode:dato", "owncode has no 'dato'; did you mean 'data'?"),
         ("data.factory=owncode:NOT_A_FUNCTION", "is a int, must be a function"),
@@ -271,7 +274,10 @@ def own_modules(tmp_path, monkeypatch):
             "eval_batches() of its source must yield at least one batch, got none",
         ),
         ("data.factory=owncode:text", "no num_classes, which a classifier needs"),
-        ("model=dcgan data=custom data.image_size=32", "images of 8x8 pixels, model.image_size"),
+        (
+            "model=dcgan data=custom data.image_size=32",
+            "images of 8x8 pixels, but model.image_size",
+        ),
         (
             "model=dcgan data=custom data.factory=owncode:wide data.image_size=32",
             "values from 1.5 to 1.5, must be in [-1, 1]",
@@ -282,8 +288,8 @@ def own_modules(tmp_path, monkeypatch):
         # the network
         ("model.factory=owncode:data", "missing a required argument"),
         ("model.factory=builtins:dict", "TypeError|not iterable"),
-        ("model.factory=owncode:same_again", "returned a network twice"),
-        ("model.factory=owncode:shared", "returned a network twice"),
+        ("model.factory=owncode:same_again", "returned the same network twice"),
+        ("model.factory=owncode:shared", "returned the same network twice"),
         ("model.factory=owncode:half", "is torch.float16; build the network in float32"),
         ("model.factory=owncode:lazy", "1.weight is a lazy layer"),
         ("model.factory=owncode:empty", "no parameter to train"),

@@ -1,4 +1,4 @@
-"""What the tests of benchmarks/ share: its modules, and contenders on tiny models."""
+"""The tests of benchmarks/ share its modules, and contenders on tiny models."""
 
 import importlib
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What `benchmarks.native_bf16` says of measured steps."""
+"""`benchmarks.native_bf16` reports measured steps."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What the suite adds to a report: ratios to other tools and targets, from rows written down."""
+"""The suite adds ratios to other tools and targets to a report, from rows written by hand."""
 
 import pytest
 
@@ -47,7 +47,7 @@ def test_a_mode_that_no_peer_has_is_held_to_the_nearest_one():
 
 
 def test_targets_are_judged_by_their_own_rows():
-    """Of a rate the best row counts, of the ratio to peers the mode that does worst."""
+    """The best row counts for a rate, and the worst mode counts for the ratio to peers."""
     rows = [
         row("fp32", "mprun", [1200.0]),
         row("amp", "mprun", [4000.0]),

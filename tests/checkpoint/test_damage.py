@@ -192,7 +192,7 @@ DAMAGES = [
     (holding("config.yaml", "a: ["), 4, "config.yaml"),
     (holding("config.yaml", "!!python/object/apply:os.system [id]"), 4, "config.yaml"),
     (holding("config.yaml", "model: {name: nope}"), 4, "config.yaml"),
-    (forged("config.yaml", ALIASES), 4, "config.yaml: not valid YAML (an alias)"),
+    (forged("config.yaml", ALIASES), 4, "config.yaml: is not valid YAML (an alias)"),
     (without("metrics.jsonl"), 4, "metrics.jsonl"),
     (lambda run: flip_a_bit(run / "metrics.jsonl", 0), 4, "metrics.jsonl"),
     (pipe("run.json"), 4, "run.json"),
@@ -255,12 +255,14 @@ def test_other_data_than_the_run_began_with_are_refused(run, capsys):
     seal_again(run, data=record_of(run)["data"] | {"sha256": 64 * "0"})
     before = {p: p.read_bytes() for p in run.rglob("*") if p.is_file()}
     assert main([f"resume={run}", "train.steps=7"]) == 2
-    assert "the data are not those that the run began with" in capsys.readouterr().err
+    assert "the data differ from the data at the start of the run" in capsys.readouterr().err
     assert {p: p.read_bytes() for p in run.rglob("*") if p.is_file()} == before
 
 
 def test_a_checkpoint_appears_once_it_is_on_the_disk_and_then_its_name_is(tmp_path, monkeypatch):
-    """What is not synchronised may be lost with the power, the name of a whole file too."""
+    """A file that is not synchronised may be lost at a power failure, also the name of a whole
+    file.
+    """
     done, sync, rename = [], os.fsync, os.replace
 
     def synced(descriptor):

@@ -397,8 +397,8 @@ CASES = [
     ("data.workers=2", "data.workers=2|0"),
     ("output_dir=.", "output_dir=.|exists"),
     ("output_dir=", "output_dir"),
-    ("output_dir=/proc/none/here", "output_dir=/proc/none|cannot be made"),
-    ("output_root=/proc/none", "output_root=/proc/none|cannot be made"),
+    ("output_dir=/proc/none/here", "output_dir=/proc/none|cannot be created"),
+    ("output_root=/proc/none", "output_root=/proc/none|cannot be created"),
     ("name=a/b", "name='a/b'|letters"),
     ("name=..", "name='..'|letters"),
     ("name=", "name=''|letters"),
@@ -542,17 +542,17 @@ OPTION_FILES = [
     (
         "model",
         "name: gpt\n",
-        "has no name of a thing to build; its defaults need /schema/model/NAME@_here_",
+        "does not name what to build; its defaults need /schema/model/NAME@_here_",
     ),
     (
         "data",
         "batch_size: 1\n",
-        "has no name of a thing to build; its defaults need /schema/data/NAME",
+        "does not name what to build; its defaults need /schema/data/NAME",
     ),
     (
         "data",
         "foo: 1\n",
-        "has no name of a thing to build; its defaults need /schema/data/NAME@_here_",
+        "does not name what to build; its defaults need /schema/data/NAME@_here_",
     ),
 ]
 

@@ -196,7 +196,7 @@ def test_numbers_that_bf16_does_not_have_are_not_multiplied_on_tensor_cores(
 
 
 def test_a_check_that_fails_is_an_answer(monkeypatch):
-    """Of a GPU that another process holds, every question may raise."""
+    """Every question may raise if another process uses the GPU."""
 
     def raising(*arguments):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.\nmore")

@@ -163,7 +163,7 @@ def test_a_scale_that_collapses_is_3(tmp_path, capsys):
 
 
 class Two(Ranks):
-    """Of several ranks the first, which hears nothing of the others."""
+    """The first of several ranks, which hears nothing of the others."""
 
     world = 2
 
@@ -453,7 +453,7 @@ def test_an_exception_of_a_compiler_in_a_late_step_is_a_line(tmp_path, monkeypat
 
 
 def lines_of(folder) -> list[dict]:
-    """Of a run that may not have begun."""
+    """Return the record's lines of a run that may not have begun."""
     return rows_of(folder) if (folder / "metrics.jsonl").exists() else []
 
 

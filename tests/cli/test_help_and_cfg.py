@@ -74,14 +74,14 @@ def test_help_lists_verbs_groups_options_and_keys(capsys):
 
 
 def page(capsys, *words) -> str:
-    """What a command prints, without line breaks and columns."""
+    """Return the output of a command without line breaks and columns."""
     assert main([*words]) == 0
     return " ".join(capsys.readouterr().out.split())
 
 
 def test_help_of_a_key(capsys):
     text = page(capsys, "--help", "scaler.growth_interval")
-    assert text.startswith("scaler.growth_interval Steps without overflow")
+    assert text.startswith("scaler.growth_interval Number of steps without overflow")
     assert "type whole number or null" in text and "allowed >= 1 and < 2^31" in text
     assert "2000 in apex, dynamic," in text and "of scaler dynamic" in text
     assert "in the configuration hash; runs that are compared must agree in it" in text
@@ -119,7 +119,7 @@ def test_help_of_every_key_group_and_verb(capsys, monkeypatch):
 def test_help_of_an_option_has_its_keys_alone_with_its_values(capsys):
     text = page(capsys, "--help", "model=gpt")
     assert text.startswith("model=gpt: GPT-2 as in nanoGPT")
-    assert "model.hidden_size=128 Units of the residual stream" in text
+    assert "model.hidden_size=128 Number of units of the residual stream" in text
     assert "model.bias=false" in text and "dropout" not in text and "projection_size" not in text
     assert "model.hidden_size=768" in page(capsys, "model=gpt2", "--help")
     assert "optim.momentum=" in page(capsys, "--help", "optim=sgd")

@@ -119,7 +119,7 @@ def test_a_damaged_first_batch_is_4_and_nothing_is_written(folder, tmp_path, cap
 
 
 def test_a_short_run_says_nothing_of_waiting():
-    """Of a few seconds most is start-up."""
+    """Start-up takes most of a run of a few seconds."""
     waiting = SimpleNamespace(workers=0)
     assert messages.data_bound(waiting, 0.9, 5.0) is None
     assert "waited 90 %" in messages.data_bound(waiting, 0.9, 60.0)
@@ -158,7 +158,7 @@ def test_other_data_are_refused_on_resume(folder, tmp_path, capsys):
     moved = f"data.root='{tmp_path / 'moved'}'"
     assert main([f"resume={run}", moved, "train.steps=6"]) == 0
     (tmp_path / "moved/train/class0/00.png").unlink()
-    other = "not those that the run began with"
+    other = "the data differ from the data at the start of the run"
     refused(capsys, f"resume={run}", moved, "train.steps=8", says=other)
 
 

@@ -57,9 +57,9 @@ def test_ls_takes_several_folders(runs, capsys, monkeypatch):
 def test_another_tools_run_json_is_no_run(tmp_path, capsys):
     (other := tmp_path / "1").mkdir()
     (other / "run.json").write_text('{"status": "COMPLETED", "start_time": "2026-01-01"}')
-    refused(capsys, "ls", tmp_path, says="no run there")
+    refused(capsys, "ls", tmp_path, says="no run")
     for verb in ("show", "compare"):
-        refused(capsys, verb, other, says=["not a run of mprun", "no run there"][verb != "show"])
+        refused(capsys, verb, other, says=["not a run of mprun", "no run"][verb != "show"])
     refused(capsys, f"resume={other}", says="not a run of mprun")
     (torn := tmp_path / "2").mkdir()
     (torn / "run.json").write_text('{"config_hash": 3}')
@@ -140,9 +140,9 @@ def test_an_edited_record_is_refused(runs, capsys):
 
 def test_no_run_is_one_line(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    refused(capsys, "show", "here", says="here: no run there (allowed: a run directory")
-    refused(capsys, "ls", says="outputs: no such folder here")
-    refused(capsys, "ls", str(tmp_path), says="no run there")
+    refused(capsys, "show", "here", says="here: contains no run (allowed: a run directory")
+    refused(capsys, "ls", says="outputs: this folder does not exist here")
+    refused(capsys, "ls", str(tmp_path), says="no run")
     assert list(tmp_path.iterdir()) == []
 
 

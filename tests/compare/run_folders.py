@@ -122,6 +122,6 @@ def change_record(folder: Path, **changes) -> None:
 
 
 def compared(capsys, *words, code: int = 0) -> dict:
-    """What `mprun compare WORDS --json --no-report` prints."""
+    """Return the output of `mprun compare WORDS --json --no-report`, parsed."""
     assert main(["compare", *map(str, words), "--json", "--no-report"]) == code
     return json.loads(capsys.readouterr().out)

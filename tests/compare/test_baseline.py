@@ -56,7 +56,7 @@ def test_runs_of_several_margins_are_told_apart(tmp_path):
     margins = "compare.margin (0.01, here 0.0025): not as in the nearest"
     with raises_line(BadInput, margins, "run it with precision=fp32, or --margin X"):
         mprun.compare(tmp_path)
-    with raises_line(BadInput, "compare.margin: the runs have different values; give --margin"):
+    with raises_line(BadInput, "compare.margin: the runs have different values; pass --margin"):
         mprun.compare(tmp_path, allow="compare.margin")
     found = mprun.compare(tmp_path, margin=0.0025)
     assert found.groups[0].rows[0].verdict.name == "worse"

@@ -1,4 +1,4 @@
-"""What the curves, bars and intervals show, read back from the matplotlib objects."""
+"""The curves, bars and intervals are read back from the matplotlib objects."""
 
 import re
 import xml.etree.ElementTree as ET

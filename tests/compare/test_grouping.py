@@ -186,7 +186,7 @@ def test_an_allowed_key_that_no_run_has_is_bad_input(tmp_path):
 )
 def test_an_allowed_key_that_may_differ_anyway_is_bad_input(tmp_path, key):
     write_study(tmp_path, {"fp32": [1.0], "amp": [1.0]})
-    with raises_line(BadInput, f"--allow {key}: this key may always differ; leave it out"):
+    with raises_line(BadInput, f"--allow {key}: this key may always differ; omit it"):
         grouped(tmp_path, allow=[key])
 
 
@@ -202,7 +202,7 @@ def test_a_given_baseline_may_be_any_mode_even_fp32_against_fp32(tmp_path):
     [group], _ = grouped(tmp_path / "new", tmp_path / "amp")
     assert labels(group) == ["amp", "fp32", "amp (other)"]
     # A folder that is no single arm is refused.
-    with raises_line(BadInput, "--baseline: ", "precision.name ", "give one configuration"):
+    with raises_line(BadInput, "--baseline: ", "precision.name ", "name runs of one configuration"):
         grouped(tmp_path / "old", tmp_path / "new")
 
 

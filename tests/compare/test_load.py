@@ -68,7 +68,7 @@ def test_a_folder_that_goes_away_while_it_is_searched(tmp_path, monkeypatch):
     (tmp_path / "gone").mkdir()
     scan = os.scandir
     monkeypatch.setattr(os, "scandir", lambda path: scan(tmp_path / "x" / path.name))
-    with raises_line(BadInput, "gone: no run there"):
+    with raises_line(BadInput, "gone: contains no run"):
         run_directories(tmp_path / "gone")
     monkeypatch.undo()
     assert seeds(load_runs([tmp_path])[0]) == [("fp32", 0)]
@@ -136,7 +136,7 @@ def test_a_run_that_has_not_recorded_yet_is_read(tmp_path):
     assert run.last_step == 0 and run.evals["step"].size == 0
     folder = write_run(tmp_path / "ended", seed=1)
     (folder / "metrics.jsonl").unlink()
-    with raises_line(Damaged, "metrics.jsonl: missing, although the run is recorded as done"):
+    with raises_line(Damaged, "metrics.jsonl: is missing, although the run is recorded as done"):
         load_runs([folder])
 
 
@@ -167,7 +167,7 @@ def test_what_is_no_run_is_bad_input(tmp_path):
     run = write_run(tmp_path / "run")
     reasons = {
         "nowhere": "no such file or directory",
-        "empty": "no run there",
+        "empty": "contains no run",
         "file": "not a folder",
     }
     for name, reason in reasons.items():

@@ -113,7 +113,7 @@ def test_a_run_directory_gives_a_sequence_of_one(study):
     with raises_line(AttributeError, "no attribute 'metric'"):
         runs.metric  # noqa: B018
     for none_alone, count in ((several, 9), (several[:0], 0)):
-        with raises_line(BadInput, f"there are {count} runs; take [0]"):
+        with raises_line(BadInput, f"there are {count} runs; use [0]"):
             none_alone.one  # noqa: B018
     for each in (runs, several, several[:0]):
         assert repr(pickle.loads(pickle.dumps(each))) == repr(each)
@@ -184,7 +184,7 @@ def test_a_comparison_is_what_the_command_prints_and_writes(study, capsys):
     named = {*written.pop("figures"), "report.html", "report.md", "results.json"}
     assert {path.name for path in report.parent.iterdir()} == named
     assert written == found.to_dict()
-    with raises_line(BadInput, "holds other files"):
+    with raises_line(BadInput, "contains other files"):
         found.write(study)
 
 
@@ -250,7 +250,7 @@ def test_what_is_no_run_is_refused(study):
 
 
 def page(shown) -> ElementTree.Element:
-    """What a notebook gets, parsed: well-formed, with nothing that leads out or runs."""
+    """Return the page of a notebook, parsed: well-formed, with nothing that leads out or runs."""
     html = shown._repr_html_()
     assert EVIL not in html and "http" not in html.replace("http://www.w3.org/", "")
     tree = ElementTree.fromstring(html)
@@ -315,5 +315,5 @@ except ImportError as error:
 """
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
-    told = "pandas: not installed; pip install 'mprun[notebook]'"
+    told = "pandas: is not installed; pip install 'mprun[notebook]'"
     assert ended.stdout.splitlines()[-1].startswith(told)

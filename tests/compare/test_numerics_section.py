@@ -1,4 +1,4 @@
-"""What the report says of probes, against shares worked out by hand."""
+"""The report's section on probes is compared with shares worked out by hand."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""What a run ended with: the window of evaluations, and errors that name the run."""
+"""The outcome of a run follows from the window of evaluations, and errors name the run."""
 
 import math
 
@@ -24,7 +24,9 @@ def test_window():
     assert first.value == 6.0
     (first, *_) = outcomes(base, base, Question(metric="loss", window=3))
     assert first.value == 3.0
-    with pytest.raises(BadInput, match="compare.window=5: must be at most the 4 evaluations"):
+    with pytest.raises(
+        BadInput, match="compare.window=5: must be at most 4, the number of evaluations"
+    ):
         outcomes(base, base, Question(metric="loss", window=5))
 
 
@@ -64,13 +66,13 @@ EMPTY = {"step": np.empty(0), "updates": np.empty(0)}
         (
             made_run(1, 2.0, mode="amp"),
             "top1",
-            "=top1: not in its evaluations; must be one of loss",
+            "=top1: is not in the run's evaluations; must be one of loss",
         ),
         (made_run(1, 0.0, mode="amp", metric="perplexity"), "perplexity", "must be above 0"),
         (
             made_run(1, 2.0, mode="amp", foreign=True),
             "val/loss",
-            "--scalar=val/loss: not in its eval",
+            "--scalar=val/loss: is not in the run's eval",
         ),
     ],
 )

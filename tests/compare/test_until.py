@@ -90,7 +90,7 @@ def test_runs_outside_of_the_plan_are_left_out():
 def test_two_plans_of_a_mode_and_other_looks_are_refused():
     own = arm(CLOSE)
     own.runs += arm([0.0], plan=[0, 3, 20], first=3).runs
-    with pytest.raises(BadInput, match=r"amp: its runs have two plans, seeds 0 to 9 \(looks fr"):
+    with pytest.raises(BadInput, match=r"amp: the runs have two plans, seeds 0 to 9 \(looks fr"):
         verdict_of(own, baseline())
     with pytest.raises(BadInput, match="--looks 3,5: amp has looks planned before its runs, at 3 "):
         judge(arm(CLOSE), baseline(), replace(QUESTION, looks=[3, 5]))

@@ -334,7 +334,7 @@ def test_a_relative_margin_around_zero_and_below_it():
         verdict_of(made_arm({0: 1.0, 1: -1.0, 2: 0.0}, mode="amp"), base)
     # 2.7 standard errors above 0; for three seeds t(0.95, 2) = 2.92 of them are needed.
     base = made_arm({0: 1.0, 1: 3.0, 2: 1.2})
-    with raises_line(BadInput, "it is 1.73, which 3 seeds cannot tell from it. Give --margin X"):
+    with raises_line(BadInput, "it is 1.73, which 3 seeds cannot tell from it. Pass --margin X"):
         verdict_of(made_arm({0: 1.0, 1: 3.0, 2: 1.2}, mode="amp"), base)
     # One run far from the others does not make the mean 0, but a ratio has no bounds then.
     alike = {0: 1.0, 1: 3.0, 2: 1.001}

@@ -73,8 +73,8 @@ def test_an_installed_package_adds_a_network(command, tmp_path):
     shown = command("--help", "model").stdout
     assert "A perceptron on embedded digits" in shown
     assert "alexnet" in shown
-    assert "Hidden units" in command("--help", "model=perceptron").stdout
-    assert "Hidden units" in command("--help", "model.units").stdout
+    assert "Number of hidden units" in command("--help", "model=perceptron").stdout
+    assert "Number of hidden units" in command("--help", "model.units").stdout
     refused = command("model=perceptron", "model.units=3")
     assert (refused.returncode, refused.stderr) == (2, "mprun: model.units=3: must be even\n")
     assert "perceptron" in command("--info", "config", "model=perceptron").stdout
@@ -200,7 +200,7 @@ def test_what_builds_a_component_is_there():
 
 
 def test_no_builder_has_another_default_than_its_schema():
-    """What comes from the data has its size there, and no default in the schema."""
+    """A size that comes from the data has no default in the schema."""
     compared = 0
     for component in (*NETWORKS.values(), *SOURCES.values()):
         config = component.config()

@@ -1,4 +1,4 @@
-"""What the configuration files compose to: every pair runs, values agree, order holds."""
+"""The configuration files compose: every pair runs, values agree, order holds."""
 
 import dataclasses
 

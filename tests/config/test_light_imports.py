@@ -1,4 +1,4 @@
-"""What answers at once loads no torch; who may import whom is the contract in pyproject.toml."""
+"""Commands that answer at once load no torch; pyproject.toml says who may import whom."""
 
 import ast
 import re

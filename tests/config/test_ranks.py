@@ -1,4 +1,4 @@
-"""What several ranks cannot compute is refused in one line that says what to change."""
+"""Settings that several ranks cannot compute are refused in one line that says what to change."""
 
 import pytest
 

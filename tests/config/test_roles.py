@@ -1,4 +1,4 @@
-"""What a key means for hash, resume, comparison, paths and tables: one role on its field."""
+"""A key has one role on its field for hash, resume, comparison, paths and tables."""
 
 import copy
 import dataclasses

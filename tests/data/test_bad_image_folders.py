@@ -66,25 +66,28 @@ def loose_in_val(root):
 DAMAGE = [
     (
         lambda root: image(root, "train/x.jpg"),
-        "/train/x.jpg: an image outside of the class folders",
+        "/train/x.jpg: is an image outside of the class folders",
     ),
     (lambda root: write(root / "val/c/x.txt", b"?"), "/val/c: an empty class folder"),
     (lambda root: write(root / "train/c/x.txt", b"?"), "/train/c: an empty class folder"),
-    (lambda root: shutil.rmtree(root / "val/b"), "/train/b: a class that is not in {root}/val"),
+    (
+        lambda root: shutil.rmtree(root / "val/b"),
+        "/train/b: is a class that does not exist in {root}/val",
+    ),
     (
         lambda root: (image(root, "val/c/1.jpg"), image(root, "val/d/1.jpg")),
-        "/val/c: a class (and 1 more) that is not in {root}/train",
+        "/val/c: is a class (and 1 more) that does not exist in {root}/train",
     ),
     (
         lambda root: shutil.rmtree(root / "val"),
-        ": has train/ but no held-out split; looked for val/, valid/, validation/, test/",
+        ": contains train/ but no held-out split; looked for val/, valid/, validation/, test/",
     ),
     (lambda root: shutil.rmtree(root / "train"), "/train: no such folder, but val/ exists"),
-    (lambda root: write(root / "val/a/1.jpg", b""), "/val/a/1.jpg: an empty file (0 bytes)"),
+    (lambda root: write(root / "val/a/1.jpg", b""), "/val/a/1.jpg: is an empty file (0 bytes)"),
     *(
         (
             lambda root, name=name: write(root / "train/a" / name, b"?"),
-            f"/train/a/{name}: neither an image of a known format",
+            f"/train/a/{name}: is neither an image of a known format",
         )
         for name in ("x.gif", "x.jpg.part", "x.npy", "x.heic")
     ),
@@ -92,7 +95,7 @@ DAMAGE = [
         lambda root: (root / "train/a/x.jpg").symlink_to(root / "nowhere.jpg"),
         "/train/a/x.jpg: a link to nothing",
     ),
-    (pipe, "/train/a/x.jpg: not a regular file"),
+    (pipe, "/train/a/x.jpg: is not a regular file"),
     (too_large, "/train/a/0000.jpg: larger than 256 MiB"),
 ]
 
@@ -134,7 +137,7 @@ def test_an_empty_file_may_be_skipped_until_it_is_read(tmp_path):
     write(root / "val/a/0001.jpg", b"")
     kept = find(root, on_corrupt="skip")
     assert len(kept.held_out) == 2
-    with raises_line(DamagedData, "val/a/0001.jpg: an empty file"):
+    with raises_line(DamagedData, "val/a/0001.jpg: is an empty file"):
         kept.held_out.read(1)
 
 
@@ -178,13 +181,15 @@ def test_files_and_folders_that_vanish(tmp_path):
 def test_imagenet_needs_a_thousand_classes(tmp_path):
     with raises_line(ValueError, "layout='flat' is not allowed: ImageNet"):
         find(tmp_path, layout="flat", make=find_imagenet)
-    wrong_root(f"={tmp_path}: no ImageNet here; needs train/", tmp_path, make=find_imagenet)
+    wrong_root(f"={tmp_path}: contains no ImageNet; needs train/", tmp_path, make=find_imagenet)
     write(tmp_path / "ILSVRC2012_img_train.tar", b"")
     extract = "torchvision.datasets.ImageNet(root, split) extracts the archives into them"
     wrong_root(extract, tmp_path, make=find_imagenet)
     split_folders(tmp_path, {"n00000001": 1, "n00000002": 1})
     refused(
-        f"{tmp_path}/train: 2 classes, must be 1000 as in ImageNet", tmp_path, make=find_imagenet
+        f"{tmp_path}/train: has 2 classes, must have 1000 as in ImageNet",
+        tmp_path,
+        make=find_imagenet,
     )
     split_folders(tmp_path, {f"n{number:08}": 1 for number in range(1000)})
     found = find(tmp_path, make=find_imagenet)

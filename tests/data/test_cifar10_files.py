@@ -101,15 +101,15 @@ def test_a_pickle_of_another_md5_runs_nothing(tmp_path, monkeypatch):
     [
         (
             lambda root: write(root / "train/cat/0003.jpg", encoded(1, size=(32, 31))),
-            "{root}/train/cat/0003.jpg: 32 x 31 pixels, must be 32 x 32 as in CIFAR-10",
+            "{root}/train/cat/0003.jpg: has 32 x 31 pixels, must have 32 x 32 as in CIFAR-10",
         ),
         (
             lambda root: [write(root / name / "x/1.jpg", LAST) for name in ("train", "test")],
-            "{root}: 11 classes, must be 10 as in CIFAR-10",
+            "{root}: has 11 classes, must have 10 as in CIFAR-10",
         ),
         (
             lambda root: (root / "test").rename(root / "testing"),
-            "{root}: has train/ but no held-out split",
+            "{root}: contains train/ but no held-out split",
         ),
         (
             lambda root: write(root / "test/dog/0001.jpg", LAST[: len(LAST) // 2]),

@@ -1,4 +1,4 @@
-"""What every source of batches must hold to: order, randomness, evaluation, record, refusals."""
+"""Every source of batches keeps the rules of order, randomness, evaluation, record, refusals."""
 
 import random
 

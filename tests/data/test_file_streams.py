@@ -156,7 +156,7 @@ def test_a_file_that_is_cut_short(files, monkeypatch):
     streams = streams_of(*files, rotate=False)
     streams.train_batch(0)
     os.truncate(files[0][0], 4 * 90 + 1)
-    with pytest.raises(DamagedData, match="train: cut short while it was in use"):
+    with pytest.raises(DamagedData, match="train: was cut short while it was in use"):
         streams.train_batch(4)
 
 

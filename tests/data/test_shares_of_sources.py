@@ -1,5 +1,6 @@
-"""What ranks read of each source: every micro-batch of an epoch on one of them, whatever their
-number, and no sample twice or left out, but for the tail that fills no batch."""
+"""Ranks read every micro-batch of an epoch on exactly one of them, for any number of ranks, except
+the tail that fills no batch.
+"""
 
 import zlib
 from inspect import isclass, signature
@@ -40,7 +41,7 @@ def make(request, tmp_path, cache):
 
 
 def read_by_ranks(source, world, count):
-    """What the ranks read of the first `count` micro-batches, by number; none is read twice."""
+    """Return the first `count` micro-batches that the ranks read, by number; none is read twice."""
     found = {}
     for ranks in ranks_of(world):
         own = ranks.micro_batches(PARTS)

@@ -147,7 +147,7 @@ def test_a_token_beyond_the_vocabulary_is_named_where_it_is_read(folder):
         (lambda root: write(root / "val.bin", []), "val.bin: no token"),
         (
             lambda root: write(root / "a_val_0.bin", HELD_OUT),
-            "has both of val.bin and *_val_*.bin, must have one",
+            "contains both of val.bin and *_val_*.bin, must contain one",
         ),
     ],
 )
@@ -227,7 +227,7 @@ def test_what_four_bytes_alone_can_hold(wide):
 
 def test_a_folder_without_a_split_is_the_wrong_one(folder):
     (folder / "val.bin").unlink()
-    with raises_line(DataError, f"data.root={folder}: has neither of val.bin and ") as caught:
+    with raises_line(DataError, f"data.root={folder}: contains neither of val.bin and ") as caught:
         source(folder)
     assert caught.type is DataError
 

@@ -138,7 +138,7 @@ def test_one_huge_line_costs_no_memory(tmp_path):
 def test_files_that_are_gone_or_change(tmp_path):
     path = tmp_path / "text"
     read(path, b"a b\n")
-    with pytest.raises(DamagedData, match="text: changed while it was read"):
+    with pytest.raises(DamagedData, match="text: was changed while it was read"):
         list(TextFile(path, hashlib.sha256(b"a c\n").hexdigest()).blocks())
     path.unlink()
     with pytest.raises(DamagedData, match="text: No such file or directory"):

@@ -19,7 +19,7 @@ STEP = 5  # from 0, of the phase "training"
 
 
 def fault(kind: str) -> None:
-    """What happens to the rank, in the middle of its work."""
+    """Let the given fault happen to the rank in the middle of its work."""
     Path(os.environ["FAULT_AT"]).touch()
     match kind:
         case "signal":

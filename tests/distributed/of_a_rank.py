@@ -1,4 +1,4 @@
-"""What each rank of a test does: every case for some steps, its state digested after each."""
+"""Each rank of a test runs every case for some steps, with its state digested after each."""
 
 import hashlib
 import os
@@ -138,7 +138,7 @@ class Planted:
 
 
 def digest(state) -> str:
-    """Of all tensors and numbers of a state, bit for bit."""
+    """Return a digest of all tensors and numbers of a state, bit for bit."""
     found = hashlib.sha256()
     for leaf in tree_leaves(state):
         if isinstance(leaf, Tensor):
@@ -176,7 +176,7 @@ def taken(overrides: list[str], ranks, plants: bool) -> dict:
 
 
 def exchanged(ranks) -> dict:
-    """Of held-out batches of 3, 3 and 2 samples each rank has every W-th: what all come to."""
+    """Return all sums of ranks that have every W-th of held-out batches of 3, 3, 2 samples."""
     whole = torch.arange(16.0).reshape(8, 2).split(3)
     own = whole[ranks.rank :: ranks.world]
     sums, count = [batch.double().sum(0) for batch in own], sum(map(len, own))
@@ -184,7 +184,7 @@ def exchanged(ranks) -> dict:
 
 
 def found_by(ranks, cases: dict) -> dict:
-    """What was `taken`, by case, and what ranks exchange."""
+    """Return the found values of `taken`, by case, and what ranks exchange."""
     torch.set_num_threads(1)
     found = {name: taken(own["overrides"], ranks, own["plants"]) for name, own in cases.items()}
     return found | {"exchanged": exchanged(ranks)}

@@ -22,7 +22,7 @@ def start(*words, stderr=subprocess.DEVNULL, **more) -> subprocess.Popen:
 
 
 def mprun(*words, **more) -> subprocess.CompletedProcess:
-    """What `start` starts, when it has ended."""
+    """Return the result of the process that `start` starts, when it has ended."""
     return subprocess.run(**_command(words, **more), capture_output=True, timeout=300)
 
 

@@ -58,12 +58,12 @@ def free_port() -> int:
 
 
 def on_ranks(world: int, cases: dict, folder: Path) -> list[dict]:
-    """What each of `world` ranks found in every case; one alone computes in this process."""
+    """Return the results of each of `world` ranks in every case; one runs in this process."""
     return [found_by(ALONE, cases)] if world == 1 else each_rank(be, world, cases, folder)
 
 
 def each_rank(be, world: int, cases, folder: Path) -> list[dict]:
-    """What `be(rank, world, port, cases, folder)` wrote, by rank, each in a process of its own."""
+    """Return the results of each of `world` ranks in every case; one runs in this process."""
     folder.mkdir(parents=True, exist_ok=True)
     context, port, processes = forkserver(), free_port(), []
     for rank in range(world):

@@ -1,4 +1,4 @@
-"""What each rank takes: nothing twice, nothing left out, and the same chances whoever takes it."""
+"""Each rank reads its share: nothing twice, nothing left out, with the same chances for all."""
 
 import random
 from types import SimpleNamespace

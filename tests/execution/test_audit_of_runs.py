@@ -208,7 +208,7 @@ def test_attempts_of_a_resumed_run_add_up(tmp_path):
 
 
 def test_an_attempt_without_a_step_does_not_fail(tmp_path, monkeypatch):
-    """Of a run that was stopped in its last evaluation only that is left."""
+    """A run that was stopped in its last evaluation has only the evaluation left."""
     evaluate = MetricLogger.evaluate
 
     def stopped(self, step, *more):

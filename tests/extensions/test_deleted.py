@@ -30,7 +30,7 @@ def with_those_above(extension):
 
 @pytest.fixture
 def copy(tmp_path):
-    """What a checkout holds; gone after the test."""
+    """Return a copy of the files of a checkout, which is gone after the test."""
     folder = tmp_path / "mprun"
     ignored = shutil.ignore_patterns(".*", "__pycache__", "outputs", "_build", "shared")
     shutil.copytree(ROOT, folder, ignore=ignored)

@@ -1,4 +1,4 @@
-"""What runs on the fake device: models, modes, and the exceptions from them."""
+"""The fake device runs these models and modes, with these exceptions."""
 
 from mprun.precision import get_policy
 

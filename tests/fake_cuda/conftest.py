@@ -25,7 +25,7 @@ class Device:
         return self.ask("run", folder=str(folder), overrides=list(overrides))
 
     def ask(self, function: str, **arguments) -> dict:
-        """What the worker answers (`worker.py`); AssertionError where it dies instead."""
+        """Return the worker's answer (`worker.py`); raise AssertionError if the worker dies."""
         if self.process is None:
             self._start()
         self.process.stdin.write(json.dumps({"function": function, **arguments}) + "\n")

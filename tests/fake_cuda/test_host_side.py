@@ -101,7 +101,7 @@ def test_what_is_refused(monkeypatch, capsys, arguments, line):
 
 @pytest.mark.slow
 def test_the_targets_of_memory_at_full_size(device):
-    """What is reached is kept: bytes of torch's allocator, one batch on the device."""
+    """Targets that are reached are kept: bytes of torch's allocator, one batch on the device."""
     rows = host(
         device,
         *("--only", "ResNet-50 b256,AlexNet b512", "--peers", "loop,amp"),

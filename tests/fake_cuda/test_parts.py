@@ -51,7 +51,10 @@ def test_a_varying_rate_needs_no_fused_adam(device, tmp_path, execution):
 def test_a_varying_rate_that_only_the_host_can_read_is_refused_before_a_run(device, tmp_path):
     overrides = ["optim=sgd", "optim.schedule=cosine", "precision=bf16_naive", "scaler=dynamic"]
     found = device.run(tmp_path / "run", [*SMALL, *overrides])
-    assert "optim.schedule: SGD without a fused kernel reads its rate on the host" in found["error"]
+    assert (
+        "optim.schedule: SGD without a fused kernel reads its learning rate on the host"
+        in found["error"]
+    )
     assert not (tmp_path / "run").exists()
 
 

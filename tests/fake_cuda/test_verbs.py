@@ -26,7 +26,7 @@ with mock.patch.object(
 
 
 def on_device(device, *words, **variables):
-    """What `python WORDS` prints, in a process of its own on the fake device."""
+    """Return the output of `python WORDS` in a separate process on the fake device."""
     environment = fake_cuda.environment(device.folder, **variables) | {
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
         "TRITON_CACHE_DIR": str(device.folder / "triton"),

@@ -1,4 +1,4 @@
-"""What a pass backwards has to reach."""
+"""The backward pass has to reach these parameters."""
 
 import torch
 

@@ -103,7 +103,7 @@ def test_both_forms_have_the_same_gradients():
 
 
 def test_an_expert_drops_the_rows_beyond_its_capacity():
-    """Of 6 rows that all choose expert 1, it takes 1.5 * 6 / 4, up to 3: the first ones."""
+    """An expert takes 1.5 * 6 / 4, up to 3, of 6 rows that all choose it: the first ones."""
     experts = Experts(WIDTH, Mixing(num_experts=4, top_k=1, expert_size=12, capacity=1.5))
     for own in experts.parameters():
         nn.init.normal_(own)

@@ -41,7 +41,7 @@ SMALL = {
 
 
 def as_json(capsys, *words):
-    """What `mprun words --json` prints."""
+    """Return the output of `mprun words --json`, parsed."""
     capsys.readouterr()
     assert main([*map(str, words), "--json"]) == 0
     return json.loads(capsys.readouterr().out)

@@ -33,12 +33,12 @@ def measured(mode, weights, gradients, rule=torch.optim.SGD, steps=1, scale=None
 
 
 def standard_error(sums):
-    """Of the ratio, if errors are independent with mean 0."""
+    """Return the standard error of the ratio, if errors are independent with mean 0."""
     return math.sqrt(sums.squares) / sums.wanted
 
 
 def test_by_hand():
-    """Of 1, to be moved in units: 4 up is the next number, 1 up is lost, 2 down the one below.
+    """A weight of 1 is moved in units: 4 up is the next number, 1 up is lost, 2 down is below.
 
     3 up is nearer to 4. Applied 4 + 0 + 2 + 4 of 4 + 1 + 2 + 3; errors 0, 1, 0, 1.
     """
@@ -64,7 +64,7 @@ def test_a_compensation_counts_as_applied():
 
 @pytest.mark.parametrize("share", [0.02, 0.5, 0.9])
 def test_stochastic_rounding_has_no_bias(share):
-    """Of 2^14 coins; the mean is within 4.5 of its deviations (1 in 100,000)."""
+    """The mean of 2^14 coins is within 4.5 of its deviations (1 in 100,000)."""
     count = 1 << 14
     found, _ = measured("bf16_stochastic", [1.0] * count, [-share * 4 * UNIT] * count)
     own = found["weight"]

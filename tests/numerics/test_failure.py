@@ -1,4 +1,4 @@
-"""What a run keeps of its failure: the state before the bad step, bit for bit, and nothing else."""
+"""A run saves the state before the bad step, bit for bit, and nothing else."""
 
 import time
 from functools import partial

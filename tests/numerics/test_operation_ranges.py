@@ -1,4 +1,4 @@
-"""What modules compute between their calls of others is measured, forward and backward."""
+"""Computations of modules between their calls of others are measured, forward and backward."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""What ran at step 1: expectations written by hand from each mode's definition."""
+"""The table of step 1 equals expectations written by hand from each mode's definition."""
 
 import copy
 import re
@@ -216,7 +216,7 @@ def test_an_fp32_product_that_nobody_asked_for_is_named():
 
 
 class Normalized(nn.Module):
-    """Of channels of 3000: 9e6 is beyond FP16, and so is the norm of 516 of them, 68147."""
+    """A norm of channels of 3000: 9e6 is beyond FP16, and so is the norm of 516 of them, 68147."""
 
     def __init__(self, norm):
         super().__init__()

@@ -25,7 +25,7 @@ from tests.shipped import IN_BLOCKS
 
 
 def matrices():
-    """Of every size, with blocks of zeros and of what is not finite; ragged, and not contiguous."""
+    """Yield matrices of every size, with zero and non-finite blocks; ragged, and not contiguous."""
     random = torch.Generator().manual_seed(0)
     for shape in ((33, 70), (1, 1), (130, 19)):
         made = torch.randn(shape, generator=random)

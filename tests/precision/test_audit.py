@@ -51,7 +51,7 @@ def test_products_of_two_layers_are_those_counted_by_hand(mode):
 
 
 def test_fp8_counts_by_the_format_of_the_left_operand():
-    """Of two layers the output layer stays in BF16; the weight's gradient is e5m2 times e4m3."""
+    """The output layer of two stays in BF16; the weight's gradient is e5m2 times e4m3."""
     audit = stepped(network(16, 16, 16), "fp8_tensorwise", torch.randn(16, 16))
     hand = {("forward", "e4m3"): 1, ("forward", BF16): 1}
     hand |= {("backward", "e5m2"): 1, ("backward", BF16): 2}

@@ -83,7 +83,7 @@ def test_two_codes_of_four_bits_share_a_byte():
 
 
 def stand_in(a, b, scale_a, recipe_a, scale_b, recipe_b, swizzle_a, swizzle_b, output_dtype):
-    """What torch says of `scaled_mm`, from scales at the places above."""
+    """Return torch's answer for `scaled_mm`, from scales at the places above."""
     kinds, orders = nn.functional.ScalingType, nn.functional.SwizzleType
     assert a.is_contiguous() and b.t().is_contiguous()
     assert recipe_a == recipe_b and swizzle_a == swizzle_b

@@ -60,7 +60,7 @@ class Net(nn.Module):
 
 
 def run(net, mode, overrides=None, inputs=None):
-    """What each parameter was computed in, by name, in a step of the mode."""
+    """Return the dtype in which each parameter was computed, by name, in a step of the mode."""
     inputs = torch.randn(3, 4) if inputs is None else inputs
     learner = mixed(net, mode, overrides=overrides)
     learner.network(inputs).sum().backward()

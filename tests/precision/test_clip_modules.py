@@ -74,6 +74,7 @@ def test_a_pattern_without_a_match_is_named():
     with pytest.raises(ValueError, match="train.clip_modules: 'lstm' matches no module.*body"):
         one_step(["body", "lstm"])
     with pytest.raises(
-        ValueError, match=r"train.clip_modules=\['body.1'\]: no module that matches has weights"
+        ValueError,
+        match=r"train.clip_modules=\['body.1'\]: no module that matches these patterns has weights",
     ):
         one_step(["body.1"])

@@ -1,4 +1,4 @@
-"""Whether torch has a fused kernel is found out by using it."""
+"""A fused kernel of torch is detected by using it."""
 
 import pytest
 import torch

@@ -16,7 +16,7 @@ class Stopped(Exception):
 
 
 class Original:
-    """What the originals keep; the numbers are those of a preset."""
+    """The state that the originals keep; the numbers are those of a preset."""
 
     number = float
 

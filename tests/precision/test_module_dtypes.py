@@ -24,7 +24,7 @@ def trained(model, mode, overrides):
 
 
 def is_half(outputs, half):
-    """Whether FP32 outputs hold numbers of that format alone."""
+    """Return whether FP32 outputs contain only numbers of that format."""
     return torch.equal(outputs, outputs.to(half).float())
 
 

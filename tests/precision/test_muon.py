@@ -309,7 +309,7 @@ def test_its_updates_are_not_measured_by_a_part_of_a_weight():
 
 
 def test_what_it_does_not_take_is_said():
-    with pytest.raises(ValueError, match=r"shape \(3,\) is no matrix"):
+    with pytest.raises(ValueError, match=r"shape \(3,\) is not a matrix"):
         Muon([{"params": [torch.zeros(3)], "matrices": True}])
     with pytest.raises(ValueError, match="adjust_lr=orginal: must be one of original, match_rms_"):
         Muon([torch.zeros(3)], adjust_lr="orginal")

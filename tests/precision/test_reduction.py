@@ -1,4 +1,4 @@
-"""What ranks do to gradients, in one process: division, sums in 16 bits, and gloo's own bits."""
+"""Ranks divide gradients, sum them in 16 bits, and give gloo's own bits, in one process."""
 
 import math
 import os
@@ -180,7 +180,7 @@ SUMS += [(4, F16, 3), (3, F32, 1_900_003)]
 
 
 def gradients(rank, dtype, wrapped=lambda model: model):
-    """Of a linear layer after a batch of this rank's own."""
+    """Return the gradients of a linear layer after a batch of this rank's own."""
     torch.manual_seed(9)
     model = wrapped(nn.Linear(40, 30).to(dtype))
     torch.manual_seed(rank)
@@ -222,7 +222,7 @@ def work(rank, folder):
 
 @pytest.fixture(scope="module")
 def of_ranks(tmp_path_factory):
-    """What four ranks make of `numbers` and of gradients; of a server that has imported torch."""
+    """Return what four ranks make of `numbers` and gradients; the server has imported torch."""
     folder = tmp_path_factory.mktemp("ranks")
     forkserver()
     ranks = torch.multiprocessing.start_processes(

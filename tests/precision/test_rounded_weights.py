@@ -51,7 +51,7 @@ def test_on_a_gpu_the_bits_are_those_of_a_cpu():
 @pytest.mark.parametrize("share", [0.0, 2.0**-16, 0.3, 0.5, 0.99])
 @pytest.mark.parametrize("base", [1.0, -3.0, 2.0**-126, -(2.0**-130)])
 def test_the_mean_is_the_number(share, base):
-    """Of n coins the mean of what is rounded up is within 4.5 deviations (1 in 100,000)."""
+    """The mean of n coins that are rounded up is within 4.5 deviations (1 in 100,000)."""
     ulp = 2.0 ** (max(math.frexp(abs(base))[1] - 1, -126) - 7)
     below = abs(base)
     number = math.copysign(below + share * ulp, base)

@@ -35,7 +35,7 @@ def in_order(gradient):
 
 
 def without_a_wait(gradient):
-    """What `each_row_once` does on CUDA."""
+    """Compute `each_row_once` as on CUDA."""
     rows, values = rows_once(gradient._indices()[0], gradient._values(), len(gradient))
     return torch.sparse_coo_tensor(
         rows[None], values, gradient.shape, is_coalesced=True, check_invariants=False

@@ -397,7 +397,7 @@ def test_a_second_derivative_is_refused():
     model = Two()
     install(model, TENSOR, {})
     x = torch.randn(4, 16, requires_grad=True)
-    with pytest.raises(RuntimeError, match="products of casts have no second derivative"):
+    with pytest.raises(RuntimeError, match="products with casts have no second derivative"):
         torch.autograd.grad(model(x).sum(), x, create_graph=True)
 
 

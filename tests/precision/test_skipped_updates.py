@@ -49,7 +49,7 @@ class Run:
         return copy.deepcopy(self.learner.state_dict())
 
     def has_moved(self, before):
-        """Whether any bit is another one than in that state."""
+        """Return whether any bit differs from that state."""
         pairs = zip(tree_leaves(self.state()), tree_leaves(before), strict=True)
         return not all(map(torch.equal, *zip(*pairs, strict=True)))
 
@@ -67,7 +67,7 @@ PLANTS = {
 @pytest.mark.parametrize("optimizer", MAKERS)
 @pytest.mark.parametrize("first", [True, False], ids=["first step", "third step"])
 def test_nothing_moves(optimizer, implementation, first):
-    """Of a first step too, after which torch's fused SGD alone has an uninitialised buffer."""
+    """A first step counts, too, after which torch's fused SGD alone has an uninitialised buffer."""
     run, clean = Run(optimizer, implementation), Run(optimizer, implementation)
     for _ in range(0 if first else 2):
         assert run.step().found_inf.item() == 0.0

@@ -222,7 +222,7 @@ def test_each_setting_is_looked_at_for_the_state_that_it_decays():
 
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 def test_masters_in_bf16_are_weights_in_bf16(rounding):
-    """Of another path: those weights have no masters, and their update is in FP32, too."""
+    """The other path has no master weights, and its update is in FP32, too."""
     plain = get_policy("bf16_stochastic")
     if rounding == "nearest":
         plain = dataclasses.replace(plain, rounding=rounding, state_dtype="fp32")

@@ -1,4 +1,4 @@
-"""What run.json says of replaced files, over several attempts at a run."""
+"""run.json lists replaced files, over several attempts at a run."""
 
 from mprun.training.announcements import replaced, replaced_line
 

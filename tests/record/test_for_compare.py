@@ -1,4 +1,4 @@
-"""What a comparison needs of a run: its configuration, the first steps, the step it died at."""
+"""A comparison needs a run's configuration, the first steps, and the step of its divergence."""
 
 import math
 import shutil

@@ -179,7 +179,7 @@ def test_a_key_that_is_no_more_is_named_with_the_version_that_knew_it(other, cap
     record = unsealed(other, train__gone=3)
     write_json(other / "run.json", record | hash_fields(record["config"]))
     line = refused(capsys, f"resume={other}", "train.steps=6")
-    assert "train.gone: no key of this version of mprun; written by mprun 0.1.0" in line
+    assert "train.gone: this version of mprun has no such key; written by mprun 0.1.0" in line
     assert "go on with that version, or begin a new run" in line
 
 

@@ -1,4 +1,4 @@
-"""What a run leaves behind: files, metrics, TensorBoard view, run.json, streams."""
+"""A run leaves files, metrics, a TensorBoard view, run.json and streams."""
 
 import json
 import math

@@ -78,7 +78,10 @@ def test_an_edited_result_is_found_by_every_verb(own, verb, capsys):
     record["final"]["loss"] -= 1
     (own / "run.json").write_text(json.dumps(record))
     words = [*verb, own] if verb != ["resume"] else [f"resume={own}", "train.steps=8"]
-    says = [f"{own / 'run.json'}: changed since the run ended: has ", "..., not fields of SHA-256 "]
+    says = [
+        f"{own / 'run.json'}: was changed since the run ended: has ",
+        "..., not fields of SHA-256 ",
+    ]
     refused(capsys, *words, says=says, code=DAMAGED)
 
 
@@ -95,7 +98,7 @@ def test_file_wanted_and_found_are_named(own, name, damage, capsys):
         (own / name).write_bytes(content)
         sha256 = hashlib.sha256(content).hexdigest()
         found = f"is {len(content)} bytes of SHA-256 {sha256[:12]}..."
-    line = f"{own / name}: changed since the run ended: {found}, {wanted}"
+    line = f"{own / name}: was changed since the run ended: {found}, {wanted}"
     assert refused(capsys, f"resume={own}", "train.steps=8", code=DAMAGED) == f"mprun: {line}\n"
     with pytest.raises(BrokenSeal) as caught:
         check_seal(own)
@@ -147,7 +150,7 @@ def test_every_kind_of_file_is_sealed_to_its_last_bit(tmp_path, pattern):
 def test_compare_reads_what_the_run_wrote(own, baseline, name, capsys):
     path = own / name
     path.write_bytes(path.read_bytes().replace(b"1", b"2", 1))
-    says = f"{path}: changed since the run ended"
+    says = f"{path}: was changed since the run ended"
     refused(capsys, "compare", own, baseline, says=says, code=DAMAGED)
     path.unlink()
     refused(capsys, "compare", own, baseline, says=str(path), code=DAMAGED)
@@ -205,7 +208,7 @@ raise SystemExit(main({words}))
 
 
 def code_when_signalled(number, step, words) -> int:
-    """What a process ends with that gets a signal after `step`; -N: signal N ended it."""
+    """Return the exit code of a process that gets a signal after `step`; -N: signal N ended it."""
     program = SIGNALLED.format(number=number, step=step, words=words)
     return subprocess.run([sys.executable, "-c", program]).returncode
 
@@ -299,7 +302,7 @@ def test_lost_checkpoints_are_no_reason_to_begin_again(own, status, capsys):
         Record(own, record_of(own)).reopen()
     shutil.rmtree(own / "checkpoints")
     before = {path: path.read_bytes() for path in own.rglob("*") if path.is_file()}
-    says = ["checkpoints: no checkpoint there, but the run wrote its first one at step 2"]
+    says = ["checkpoints: contains no checkpoint, but the run wrote its first one at step 2"]
     refused(capsys, f"resume={own}", "train.steps=8", says=says, code=DAMAGED)
     assert {path: path.read_bytes() for path in own.rglob("*") if path.is_file()} == before
 
@@ -321,7 +324,7 @@ def test_a_stranger_named_like_a_checkpoint_is_found_before_training(own, kind, 
     else:
         path.symlink_to("step-00000006")
     metrics = (own / "metrics.jsonl").read_bytes()
-    says = f"{path}: has the name of a checkpoint, but is no folder"
+    says = f"{path}: has the name of a checkpoint, but is not a folder"
     refused(capsys, f"resume={own}", "train.steps=8", says=says, code=DAMAGED)
     assert (own / "metrics.jsonl").read_bytes() == metrics
 

@@ -75,7 +75,7 @@ def net(seed=0, **options):
 
 
 def loss_of(model):
-    """Of the first batch."""
+    """Return the loss of the first batch."""
     images, labels = next(batches(1))
     return F.cross_entropy(model(images), labels)
 

@@ -51,9 +51,8 @@ class Setting(NamedTuple):
 
     @property
     def has_exact_sums(self) -> bool:
-        """Whether one process adds up the same numbers in the same order.
-
-        The norm of shards is added up by shards.
+        """Return whether one process adds up the same numbers in the same order. The norm of shards
+        is added up by shards.
         """
         return self.ddp is not None or self.clip is None
 

@@ -1,4 +1,4 @@
-"""What forward makes in FP32, and hooks on what it computes: served, and told in a line."""
+"""FP32 tensors made in forward, and hooks on its values, are served, and reported in a line."""
 
 import warnings
 

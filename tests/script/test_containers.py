@@ -1,4 +1,4 @@
-"""What a call is given and returns: tensors in objects are cast and widened as those of a tuple."""
+"""Tensors in objects that a call takes and returns are cast and widened as those of a tuple."""
 
 import collections
 import copy

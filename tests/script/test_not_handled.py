@@ -1,6 +1,5 @@
-"""What docs/script/prepare.md says is not handled: each row is run, and happens as it says.
-
-A case is found by the first cell of its row, so that neither can be without the other.
+"""Each row of docs/script/prepare.md on what is not handled is run, and happens as it says. A case
+is found by the first cell of its row, so that neither can be without the other.
 """
 
 import gc
@@ -28,9 +27,7 @@ def not_handled(name):
     return entered
 
 
-@not_handled(
-    "clamps a gradient in the `backward` of its own `autograd.Function` inside of the model"
-)
+@not_handled("clamps a gradient in the `backward` of its own `autograd.Function` inside the model")
 def own_function():
     seen = []
 
@@ -63,8 +60,8 @@ def no_optimizer():
 
 
 @not_handled(
-    "sets an FP32 `.grad` in `fp16_naive` or `bf16_naive`, or mixes FP32 state with their weights "
-    "or those of `bf16_stochastic` (schedule-free's `eval()`)"
+    "sets an FP32 `.grad` in `fp16_naive` or `bf16_naive`, or mixes FP32 state with 16-bit "
+    "weights (schedule-free's `eval()`, also in `bf16_stochastic`)"
 )
 def weights_in_16_bits():
     for mode in ("fp16_naive", "bf16_naive"):
@@ -102,7 +99,8 @@ def late(calls):
 
 
 @not_handled(
-    "first uses FP32 tensors, or an operation without a 16-bit version, after the third call"
+    "uses FP32 tensors, or an operation without a 16-bit version, for the first time after the "
+    "third call"
 )
 def fp32_after_the_third_call():
     model, _ = prepared(BF16, Calls(late(3)))
@@ -113,8 +111,8 @@ def fp32_after_the_third_call():
 
 
 @not_handled(
-    "first hooks a tensor, or changes weights, in `forward` after the third call of a compiled "
-    "model"
+    "hooks a tensor, or changes weights, in `forward` for the first time after the third call of "
+    "a compiled model"
 )
 def late_in_a_compiled_model():
     seen = []
@@ -155,7 +153,7 @@ def rotary():
     assert (seen[0].float() - exact).abs().max() > 0.5 and torch.equal(seen[1], exact)
 
 
-@not_handled("gives targets to a model that computes its loss")
+@not_handled("passes targets to a model that computes its loss")
 def targets():
     def act(self, y, targets):
         seen.append(targets)
@@ -166,7 +164,7 @@ def targets():
     assert torch.equal(seen[0], (ONES / 3).half())
 
 
-@not_handled("carries something from step to step itself (an LSTM's state)")
+@not_handled("carries a state from step to step itself (an LSTM's state)")
 def carried():
     model, optimizer = prepared(scaler=StaticLossScale(1.0))
     before = [own.clone() for own in model.parameters()]

@@ -620,7 +620,7 @@ def test_a_prepared_model_goes_on_with_the_random_bits_of_its_state():
 
 
 def test_delayed_scales_move_once_an_update_and_are_in_the_state():
-    """Of two optimizers, of micro-batches, after an evaluation, a copy, and a layer that is new."""
+    """Two optimizers, micro-batches, an evaluation, a copy and a new layer are covered."""
 
     def delayed_of(model):
         return mprun.state_of(sgd(model.parameters())).models[0].delayed

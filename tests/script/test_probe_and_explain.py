@@ -1,4 +1,4 @@
-"""What is measured in a script is what a run of mprun measures of the same step."""
+"""A probe in a script measures the same as a run of mprun measures of the same step."""
 
 import copy
 from dataclasses import asdict

@@ -1,4 +1,4 @@
-"""What loops of public projects brought to light: each was wrong without a word."""
+"""Loops of public projects brought these cases to light: each was wrong without a word."""
 
 import pytest
 import torch

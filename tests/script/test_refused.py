@@ -1,4 +1,4 @@
-"""What docs/script/prepare.md says is refused or said: each row is run.
+"""Each row of docs/script/prepare.md on what is refused or said is run.
 
 A case is found by the first cell of its row, so that neither can be without the other. The words
 that the last cell quotes, in backticks, must come, in one line.
@@ -60,7 +60,7 @@ def sharing():
 
 
 TO_PREPARE = {
-    "a name that is no mode": [lambda: prepared("fp17")],
+    "a name that is not a mode": [lambda: prepared("fp17")],
     "model and optimizer in the other order": [
         lambda: mprun.prepare(sgd(model := linear()), model)
     ],
@@ -196,7 +196,7 @@ class NoProducts(nn.Module):
 IN_THE_LOOP = {
     "`torch.autocast` around a call": [autocast_around_a_call],
     "`torch.autocast` around a backward pass": [autocast_around_a_pass],
-    "`torch.autocast` to another dtype inside of `forward`": [lambda: call(autocast_inside)],
+    "`torch.autocast` to another dtype inside `forward`": [lambda: call(autocast_inside)],
     "TF32 switched on later": [tf32_later],
     "`step()` without a gradient": [lambda: prepared()[1].step()],
     "a `GradScaler`": [grad_scaler],
@@ -210,7 +210,7 @@ IN_THE_LOOP = {
     "a copy of the model during its own call": [
         lambda: call(lambda self, y: copy.deepcopy(self).layer(y))
     ],
-    "a loss that uses an inner tensor which is no output and no attribute": [kept_outside],
+    "a loss that uses an inner tensor which is neither an output nor an attribute": [kept_outside],
     "a tensor that needs gradients and is used in `forward` without being an input": [
         enters_past_the_inputs
     ],
@@ -219,10 +219,10 @@ IN_THE_LOOP = {
         lambda: call(lambda self, y, other: y, ONES, Uncopied(ONES)),
     ],
     "`torch.func` over weights": [of_weights],
-    "an operation that torch lacks in 16 bits (an FFT)": [
+    "an operation that torch does not support in 16 bits (an FFT)": [
         lambda: call(lambda self, y: torch.fft.rfft(y), mode=BF16)
     ],
-    "an operation that CUDA lacks in 16 bits (a matrix inverse)": [
+    "an operation that CUDA does not support in 16 bits (a matrix inverse)": [
         lambda: call(lambda self, y: torch.linalg.inv(y), torch.eye(4))
     ],
     "a second derivative through FP8 products": [second_derivative],
@@ -240,7 +240,7 @@ IN_THE_LOOP = {
     "`mprun.state_of` for an optimizer that mprun did not prepare": [
         lambda: mprun.state_of(sgd(linear()))
     ],
-    "`mprun.switch` to or from weights without masters": [
+    "`mprun.switch` to or from weights without master weights": [
         lambda: mprun.switch(prepared("bf16_stochastic")[0], "fp32"),
         lambda: mprun.switch(prepared("fp32")[0], "fp16_naive"),
     ],
@@ -290,11 +290,11 @@ SAID = {
     "mixes FP32 with 16 bits in `forward`": lambda: call(
         lambda self, y: self.layer(torch.zeros(2, 4)) + y
     ),
-    "passes whole numbers as floats that 16 bits cannot hold": lambda: prepared()[0](
+    "passes whole numbers as floats that 16 bits cannot represent": lambda: prepared()[0](
         spread(4097.0, 4099.0)
     ),
     "passes numbers that become infinite": lambda: prepared()[0](spread(1e5, 1e6)),
-    "keeps averages in 16 bits that cannot decay (`betas` of 0.999 in BF16)": betas,
+    "stores averages in 16 bits that cannot decay (`betas` of 0.999 in BF16)": betas,
     "has overrides that leave no module in the mode": lambda: step(
         *prepared(overrides={"*": "fp32"})
     ),

@@ -157,7 +157,7 @@ def test_models_of_one_call_switch_together():
     second.bias = nn.Parameter(first.bias[:4].detach().clone())
     shared = nn.Sequential(first, second), nn.Sequential(first, nn.ReLU())
     mprun.prepare([*shared], precision="bf16_master")
-    with raises_line(ValueError, "model: is not one that was given to mprun.prepare", "together"):
+    with raises_line(ValueError, "model: was not passed to mprun.prepare", "together"):
         mprun.switch(shared[0], "fp32")
     assert shared[0](torch.ones(2, 16)).equal(shared[0](torch.ones(2, 16).bfloat16().float()))
     mprun.switch([*shared], "fp32")
@@ -198,7 +198,7 @@ def test_what_cannot_go_on_is_refused_and_changes_nothing(before, after, parts):
 
 
 def test_a_model_that_is_not_prepared_and_one_in_its_call_are_refused():
-    with raises_line(ValueError, "model: is not one that was given to mprun.prepare"):
+    with raises_line(ValueError, "model: was not passed to mprun.prepare"):
         mprun.switch(nn.Linear(2, 2), "fp32")
     model, _ = prepared("bf16_master", net())
     model.body.register_forward_hook(lambda *given: mprun.switch(model, "fp32"))

@@ -1,5 +1,6 @@
-"""What an ordinary loop does, and a half-prepared one silently did wrong: each is right, or raises
-one line that names the cure."""
+"""Each trap of an ordinary loop, which a half-prepared one got silently wrong, is right, or raises
+one line that names the cure.
+"""
 
 import copy
 import gc
@@ -131,9 +132,9 @@ TRAPS = [
     ("now on cpu in torch.bfloat16", MASTERS, lambda m, o: (m.head.bfloat16(), m(IMAGES))),
     ("during its own call", ["fp16_master"], copy_within_a_call),
     ("from inside a prepared model", ["amp", "fp16_master_scaled"], loss_of_a_tensor_inside),
-    ("in a Holder", ["amp", "fp16_master_scaled"], call_of(Holds, torch.ones(2, 4))),
+    ("copy.copy refuses a Holder", ["amp", "fp16_master_scaled"], call_of(Holds, torch.ones(2, 4))),
     (
-        "in a Holder, which copy.copy refuses, they would pass without a cast",
+        "copy.copy refuses a Holder, so tensors in it would pass without a cast",
         ["fp16_naive", "bf16_master"],
         call_of(Unwraps, Holder(torch.ones(2, 4))),
     ),

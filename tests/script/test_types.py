@@ -1,4 +1,4 @@
-"""What a type checker says of a user's script, and whether it is true."""
+"""A type checker reports the types of a user's script, and they are true."""
 
 import os
 import runpy

@@ -1,4 +1,4 @@
-"""What a model writes to its own weights and buffers within `forward` is computed in FP32."""
+"""Writes of a model to its weights and buffers within `forward` are computed in FP32."""
 
 import copy
 import json
@@ -173,7 +173,7 @@ class Quantised(nn.Linear):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_activations_are_computed_once(mode):
-    """What a mode computes with 16 bits is its own business; nothing beside it ends a call."""
+    """A mode computes with 16 bits as it likes; nothing else ends a call."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Flatten(), Quantised(25, 4))
     model, optimizer = mprun.prepare(model, torch.optim.SGD(model.parameters(), 0.1), mode)

@@ -73,7 +73,7 @@ def train(folder: Path, precision: str, seed: int) -> mprun.Run:
 
 
 def prepare_in_every_form() -> None:
-    """What comes back has the type of what was given."""
+    """Return the results of `prepare`, each with the type of what was given."""
     teacher = mprun.prepare(Net(), precision="amp")
     assert_type(teacher, Net)
     assert_type(mprun.prepare([Net(), Net()], precision=get_policy("amp")), list[Net])

@@ -410,7 +410,7 @@ def left_by_a_kill(out):
 
 
 def assert_within_limits(out, largest=16 * 2**20):
-    """Of a machine that hands back what a call has left."""
+    """Check the limits of a machine that hands back what a call has left."""
     files = list(out.iterdir())
     assert len(files) <= 8 and all(path.is_file() for path in files)
     assert all(re.fullmatch(r"[A-Za-z0-9._-]+", path.name) for path in files)
@@ -475,7 +475,7 @@ def test_a_kill_leaves_what_was_done_and_nothing_running(tmp_path, moment):
 
 
 def pid_in(out):
-    """Of the step that hangs, as the summary has it from what it printed."""
+    """Return the process of the step that hangs, from what the summary has of its output."""
     found = re.search(r"^pid (\d+)$", (out / "gpu_check.md").read_text(), re.MULTILINE)
     return int(found[1]) if found else None
 
@@ -492,7 +492,7 @@ def waited_for(condition, seconds=30):
 def test_a_part_begins_only_with_its_least_time_and_its_steps_share_it(
     module, monkeypatch, tmp_path
 ):
-    """What one leaves the next one has; steps side by side have all of it."""
+    """A part has the time that earlier ones leave; parallel steps have all of it."""
     script = runpy.run_path(str(SCRIPT))
     parts, processes = module("gpu_check_parts"), module("gpu_check_processes")
     limits = []

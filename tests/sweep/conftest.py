@@ -91,7 +91,7 @@ def wait_for_fixture():
 
 
 def wait_for(found, seconds: float = 180.0):
-    """What ``found()`` gives as soon as it is true."""
+    """Return the value of ``found()`` as soon as it is true."""
     end = time.monotonic() + seconds
     while not (value := found()):
         assert time.monotonic() < end, "waited in vain"

@@ -1,4 +1,4 @@
-"""What a directory says about its cell, and what a sweep makes of it: no run is started here."""
+"""A directory shows the state of its cell, and a sweep acts on it: no run is started here."""
 
 import fcntl
 import json
@@ -104,7 +104,7 @@ def finish(cell):
 @pytest.mark.parametrize(
     ("name", "content", "says"),
     [
-        ("config.yaml", None, "no config.yaml there"),
+        ("config.yaml", None, "contains no config.yaml"),
         ("config.yaml", "a: [", "not valid YAML"),
         ("metrics.jsonl", None, "metrics.jsonl: ends at step 0, the run at 20"),
         ("metrics.jsonl", '{"split": "eval", "step": 9, "updates": 9}', "ends at step 9, the run"),

@@ -126,7 +126,7 @@ class Run:
 
 @pytest.fixture
 def started(monkeypatch):
-    """Of each run, as soon as it is started: its GPUs, and those of all that run then."""
+    """Return the GPUs of each run when it starts, and those of all runs at that time."""
     runs, found = {}, []
 
     def start(arguments, log, environment):

@@ -128,14 +128,20 @@ def test_a_worker_that_dies_takes_no_other_cell_with_it(
 @with_joblib
 def test_options_that_do_not_go_together(capsys, tmp_path):
     for arguments, message in (
-        (["-m", "seed=0,1", *JOBLIB, "-j", "2"], "-j 2: not with a launcher"),
+        (["-m", "seed=0,1", *JOBLIB, "-j", "2"], "-j 2: is not allowed with a launcher"),
         (["-m", *JOBLIB[:1], "hydra.launcher.n_jobs=x"], "hydra.launcher.n_jobs=x: Value 'x'"),
         (["-m", *JOBLIB[:1], "hydra.launcher.n_job=2"], "hydra.launcher.n_job=2: Key 'n_job'"),
         (JOBLIB[:1], "hydra/launcher: only a sweep (-m) has a launcher"),
         (["hydra.launcher.n_jobs=2"], "hydra.launcher.n_jobs: only a sweep (-m)"),
         (["--stall-after", "5"], "--stall-after 5: only a sweep (-m)"),
-        (["-m", "seed=0,1", "--stall-after", "-5"], "--stall-after -5: must be seconds >= 0"),
-        (["-m", "seed=0,1", "--stall-after=x"], "--stall-after x: must be seconds >= 0"),
+        (
+            ["-m", "seed=0,1", "--stall-after", "-5"],
+            "--stall-after -5: must be a number of seconds >= 0",
+        ),
+        (
+            ["-m", "seed=0,1", "--stall-after=x"],
+            "--stall-after x: must be a number of seconds >= 0",
+        ),
     ):
         refused(capsys, *arguments, says=f"mprun: {message}")
     assert list(tmp_path.iterdir()) == []

@@ -156,7 +156,7 @@ def test_what_else_is_swept_separates_groups_with_baselines_of_their_own():
 
 
 def test_values_of_a_mode_separate_rows_but_not_from_their_baseline():
-    """What the name of the mode says already is not said again."""
+    """Values that the name of the mode already contains are not repeated."""
     key = "precision.update.state_dtype"
     narrow = {"precision": {"mode": "mxfp8+update.state_dtype=dynamic8", "scaler": "none"}}
     runs = [

@@ -30,7 +30,7 @@ def in_empty_folder(tmp_path, monkeypatch):
     [
         (["until=decided"], "until=decided: only a sweep (-m) adds seeds"),
         (["max_seeds=5"], "max_seeds=5: only a sweep (-m) adds seeds"),
-        (["-m", MODES, "max_seeds=5"], "max_seeds=5: only with until=decided"),
+        (["-m", MODES, "max_seeds=5"], "max_seeds=5: is only allowed with until=decided"),
         (["-m", MODES, "until=tired"], "until=tired: must be decided"),
         (["-m", MODES, *UNTIL, "seed=0,1"], "seed: must be one value with until=decided"),
         (["-m", MODES, *UNTIL, "seed=range(3)"], "seed: must be one value with until=decided"),
@@ -39,14 +39,14 @@ def in_empty_folder(tmp_path, monkeypatch):
         (["-m", MODES, "until=decided", "max_seeds=ten"], "max_seeds=ten: must be a whole number"),
         (["-m", MODES, "until=decided", "min_seeds=2"], "min_seeds=2: must be a whole number from"),
         (["-m", MODES, *UNTIL, "min_seeds=6"], "max_seeds=5: must be a whole number from 6 (min_s"),
-        (["-m", "precision=fp32", *UNTIL], "needs another mode than the baseline"),
+        (["-m", "precision=fp32", *UNTIL], "needs a mode other than the baseline"),
         (
             ["-m", "precision=amp,bf16_naive", *UNTIL],
-            "no run of the baseline; precision= must have",
+            "no run of the baseline; precision= must also have",
         ),
         (
             ["-m", MODES, "compare.baseline=amp_bf16", *UNTIL],
-            "must have amp_bf16 (compare.baseline)",
+            "must also have amp_bf16 (compare.baseline)",
         ),
         (["-m", MODES, *UNTIL, "seed=9223372036854775805"], "seed=9223372036854775808: must be"),
         (["compare.plan=[0,3,2]"], "compare.plan=[0, 3, 2]: must be [first seed, seeds of the fi"),

@@ -158,25 +158,25 @@ def folder(tmp_path, monkeypatch):
         (
             "Silent",
             [F1],
-            "compare.metric=f1: f1_task:Silent declares loss, top1, top5; of another say "
+            "compare.metric=f1: f1_task:Silent declares loss, top1, top5; for another metric set "
             "compare.higher_is_better=true (and compare.margin) or =false",
         ),
         (
             "WithF1",
             ["compare.metric=F1"],
             "compare.metric=F1: did you mean 'f1'? f1_task:WithF1 declares loss, top1, top5, f1; "
-            "of another say compare.higher_is_better=true (and compare.margin) or =false",
+            "for another metric set compare.higher_is_better=true (and compare.margin) or =false",
         ),
         (
             "Twice",
             [F1],
             "model.task=f1_task:Twice: metrics declares f1 twice, with higher_is_better=True and "
-            "False; must be once",
+            "False; must declare it once",
         ),
         (
             "Silent",
             [F1, "compare.higher_is_better=true"],
-            "compare.margin=null: f1 needs one, in its own unit",
+            "compare.margin=null: f1 needs a margin, in the unit of the metric",
         ),
         (
             "WithF1",
@@ -329,7 +329,9 @@ def test_an_older_record_with_an_unknown_name_is_asked_about(tmp_path, capsys):
     error = capsys.readouterr().err
     assert error.startswith("mprun: compare.metric=f1: the runs record no direction")
     told = ["compare", str(tmp_path), "--no-report", "--check", "--margin", "0.01"]
-    said = "compare.metric=F1: not in the runs' evaluations; did you mean 'f1'? It must be one of"
+    said = (
+        "compare.metric=F1: is not in the runs' evaluations; did you mean 'f1'? It must be one of"
+    )
     for direction in ([], ["--higher-is-better"]):
         assert main([*told, "--metric", "F1", *direction]) == 2
         assert capsys.readouterr().err.startswith(f"mprun: {said} ")
@@ -385,7 +387,7 @@ def test_margins_that_the_runs_declare_are_one(tmp_path, capsys):
     run.write_text(run.read_text().replace('"margin": 0.005', '"margin": 0.2'))
     words = ["compare", str(tmp_path), "--no-report"]
     assert main(words) == 2
-    said = "mprun: the runs differ in the margin of f1 (0.005, 0.2): give --margin"
+    said = "mprun: the runs differ in the margin of f1 (0.005, 0.2): pass --margin"
     assert capsys.readouterr().err.startswith(said)
     assert main([*words, "--margin", "0.005"]) == 0
 

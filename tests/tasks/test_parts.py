@@ -18,7 +18,7 @@ SMALL = [
 
 
 def test_batch_norm_statistics_are_the_mean_over_micro_batches(build_run):
-    """Of each one moved from where the step began, not one after the other."""
+    """Each micro-batch moves the statistics from the start of the step, not one after the other."""
     built = build_run(*SMALL, "train.accumulate=3")
     model = built.task.learner.model
     means, batches = [], int(model.body[1].num_batches_tracked)

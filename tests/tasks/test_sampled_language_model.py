@@ -48,7 +48,7 @@ def tables(task):
 
 
 def sums(task):
-    """What Adagrad keeps of the tables."""
+    """Return Adagrad's sums for the tables."""
     state = task.learner.steps.state_by_name()
     return [state[name]["sum"] for name in ("embedding.weight", "output.weight", "output.bias")]
 

@@ -1,4 +1,4 @@
-"""What a skipped step must leave alone beyond the weights: statistics, hidden state, schedule."""
+"""A skipped step leaves statistics, hidden state and schedule alone, beyond the weights."""
 
 import pytest
 import torch

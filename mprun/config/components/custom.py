@@ -19,17 +19,21 @@ class CustomModelConfig(ModelConfig):
     """The user's own network: `factory` is package.module:function (docs/own_data.md)."""
 
     factory: str = setting(
-        MISSING, "package.module:function that builds the network; named by command or --config-dir"
+        MISSING,
+        "package.module:function that builds the network; named on the command line or in "
+        "--config-dir",
     )
     task: str = setting(
         "classification",
-        "classification, language_model, gan, or package.module:Class of a user's task",
+        "classification, language_model, gan, or package.module:Class of your own task",
     )
     options: dict[str, Any] = setting(dict, "Keyword arguments of model.factory")
     label_smoothing: float = smoothing()
     aux_weight: float = part(0.0, AUXILIARY)
     carries_state: bool = setting(
-        True, "task=language_model: the network carries a state; false: ranks divide micro-batches"
+        True,
+        "task=language_model: whether the network carries a state; false: ranks divide "
+        "micro-batches",
     )
     latent_size: int = count(100, f"With task=gan: {LATENT[0].lower()}{LATENT[1:]}")
     time_reduction: str = time_reduction()
@@ -40,9 +44,10 @@ class CustomDataConfig(DataConfig):
     """The user's own data: `factory` is package.module:function (docs/own_data.md)."""
 
     factory: str = setting(
-        MISSING, "package.module:function that makes the data; named by command or --config-dir"
+        MISSING,
+        "package.module:function that makes the data; named on the command line or in --config-dir",
     )
     options: dict[str, Any] = setting(dict, "Keyword arguments of data.factory")
     image_size: int | None = ranged(
-        None, "Side of an image in pixels, for models that use it (dcgan)", at_least=8
+        None, "Side length of an image in pixels, for models that use it (dcgan)", at_least=8
     )

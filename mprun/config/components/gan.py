@@ -27,7 +27,7 @@ task(
     overlaps=True,
 )
 
-LATENT = "Length of the generator's random codes"
+LATENT = "Length of the random codes of the generator"
 
 
 @network(
@@ -44,10 +44,10 @@ class DCGANConfig(ModelConfig):
     image_size: int = one_of((32, 64, 128), SIDE, default=64)
     latent_size: int = count(100, LATENT)
     generator_width: int = count(
-        64, "Channels of the generator's last hidden layer; earlier ones double"
+        64, "Number of channels of the generator's last hidden layer; each earlier layer doubles it"
     )
     discriminator_width: int = count(
-        64, "Channels of the discriminator's first layer; later ones double"
+        64, "Number of channels of the discriminator's first layer; each later layer doubles it"
     )
 
 
@@ -63,5 +63,7 @@ class ConvAutoencoderConfig(ModelConfig):
     """DCGAN's discriminator trunk as encoder and its generator as decoder, without BatchNorm."""
 
     image_size: int = one_of((32, 64, 128), SIDE, default=64)
-    code_size: int = ranged(32, "Units of the code between encoder and decoder", at_least=2)
-    width: int = count(8, "Channels of the encoder's first layer; each further one doubles them")
+    code_size: int = ranged(32, "Size of the code between encoder and decoder", at_least=2)
+    width: int = count(
+        8, "Number of channels of the encoder's first layer; each further layer doubles it"
+    )

@@ -26,20 +26,27 @@ task(
     of_own_networks=True,
 )
 
-SIDE = "Side of an image in pixels"
+SIDE = "Side length of an image in pixels"
 AUXILIARY = (
-    "Factor on the loss of each auxiliary head in training; 0: mprun's networks get no such heads"
+    "Factor on the loss of each auxiliary head in training; 0: mprun's networks have no such heads"
 )
-_FLIP = "Mirror half of the training images"
+_FLIP = "Whether half of the training images are mirrored"
 TRAIN_FIRST = "Number of training images, from the start of a fixed order; null: all"
 EVAL_FIRST = "Number of held-out images, from the start of a fixed order; null: all"
 
 # Fields that several classes share.
 _pixels = partial(ranged, at_least=8)
 _dropout = partial(share, doc="Dropout probability before the last layer")
-smoothing = partial(share, 0.0, "Label smoothing of the cross-entropy, in classification; 0: none")
+smoothing = partial(
+    share, 0.0, "Label smoothing of the cross-entropy in classification; 0: no smoothing"
+)
 prefetch = partial(
-    ranged, 2, "Batches in flight per loader process", at_least=1, at_most=64, role=READING
+    ranged,
+    2,
+    "Number of batches that each loader process prepares in advance",
+    at_least=1,
+    at_most=64,
+    role=READING,
 )
 
 
@@ -48,7 +55,7 @@ class ImagesConfig(DataConfig):
     """The fields of every source of images."""
 
     image_size: int = _pixels(32, SIDE, at_most=512)
-    channels: int = one_of((1, 3), "Channels of an image: 1 grey, 3 colour", default=3)
+    channels: int = one_of((1, 3), "Number of channels of an image: 1 grey, 3 colour", default=3)
     value_range: str = one_of(
         "standardised mean_subtracted tanh",
         "standardised: mean 0, deviation 1; mean_subtracted: 0 to 255, minus means; tanh: -1 to 1",
@@ -98,10 +105,12 @@ class ClassifierConfig(ModelConfig):
     """The fields of every classifier."""
 
     width: float = positive(
-        1.0, "Share of the published network's channels and hidden units to build", at_most=4.0
+        1.0, "Factor on the channels and hidden units of the published network", at_most=4.0
     )
     num_classes: int | None = ranged(
-        None, "Outputs of the last layer; null: the number of classes in the data", at_least=2
+        None,
+        "Number of outputs of the last layer; null: the number of classes in the data",
+        at_least=2,
     )
     label_smoothing: float = smoothing()
 
@@ -140,7 +149,7 @@ class ResNet50Config(ClassifierConfig):
 
     variant: str = one_of(
         "v1.5 preactivation",
-        "v1.5: torchvision's; preactivation: BatchNorm and ReLU before each convolution",
+        "v1.5: as in torchvision; preactivation: BatchNorm and ReLU before each convolution",
     )
 
 
@@ -188,8 +197,8 @@ class SyntheticImagesConfig(ImagesConfig):
     """Random images with random labels: plumbing and speed, nothing to learn."""
 
     num_classes: int = ranged(10, "Number of classes of the random labels", at_least=2)
-    train_size: int = count(1024, "Training images to generate")
-    eval_size: int = count(256, "Held-out images to generate")
+    train_size: int = count(1024, "Number of training images to generate")
+    eval_size: int = count(256, "Number of held-out images to generate")
 
 
 def _crops(data: "ImageFolderConfig", config: RunConfig) -> Iterator[str]:
@@ -223,21 +232,27 @@ class ImageFolderConfig(ImagesConfig):
         "classes flat",
         "classes: one folder per class; flat: all images below root, without labels (DCGAN)",
     )
-    eval_share: float = fraction(0.1, "Share of the files held out if there is only one folder")
+    eval_share: float = fraction(
+        0.1, "Share of the files that is held out if there is only one folder"
+    )
     augmentation: str = one_of(
         "resized_crop crop centre",
-        "resized_crop: RandomResizedCrop; crop: resize, then crop at random; centre: crop the "
-        "middle",
+        "resized_crop: RandomResizedCrop; crop: resize, then a random crop; centre: the middle",
     )
     flip: bool = setting(True, _FLIP)
     resize_to: int | None = _pixels(
-        None, "Shorter side (crop: both) before the crop; null: 8/7 of image_size", at_most=2048
+        None,
+        "Length of the shorter side (crop: of both) before the crop; null: 8/7 of image_size",
+        at_most=2048,
     )
     centre_crop: int | None = _pixels(
-        None, "augmentation=centre: side of the square crop; null: the largest", at_most=8192
+        None,
+        "augmentation=centre: side length of the square crop; null: the largest possible",
+        at_most=8192,
     )
     on_corrupt: str = one_of(
-        "stop skip", "An unreadable file: stop the run, or skip to the next image and count it"
+        "stop skip",
+        "For an unreadable file: stop the run, or skip to the next image and count the file",
     )
     prefetch: int = prefetch()
 
@@ -258,9 +273,9 @@ class Cifar10Config(ImagesConfig):
     It is decoded once and kept in memory on the device, which resizes other sizes than 32.
     """
 
-    channels: int = one_of((3,), "Channels of an image: CIFAR-10 is in colour")
+    channels: int = one_of((3,), "Number of channels of an image: CIFAR-10 is in colour")
     augmentation: str = one_of(
-        "padded_crop none", "padded_crop: 4 pixels around, then a random crop"
+        "padded_crop none", "padded_crop: pad by 4 pixels on each side, then take a random crop"
     )
     flip: bool = setting(True, _FLIP)
     train_size: int | None = count(None, TRAIN_FIRST)

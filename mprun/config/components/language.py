@@ -22,20 +22,23 @@ task(
 )
 
 VOCAB_LIMIT = "Number of most frequent words to keep; null: all"
-_EVAL_TOKENS = "Number of first tokens of eval_split to evaluate; null: all"
+_EVAL_TOKENS = "Number of tokens of eval_split to evaluate, from its start; null: all"
 
 # Fields that several classes share.
 time_reduction = partial(
     one_of,
     "mean sum",
-    "Loss for gradients: mean over tokens, or sum over time and mean over streams",
+    "Loss for the gradients: mean over tokens, or sum over time and mean over streams",
 )
 _vocab_size = partial(
-    ranged, None, "Words in embedding and softmax; null: as many as in the data", at_least=2
+    ranged,
+    None,
+    "Number of words in embedding and softmax; null: as many as in the data",
+    at_least=2,
 )
-_sequence = partial(count, doc="Tokens per step and stream")
+_sequence = partial(count, doc="Number of tokens per step and stream")
 _vocab_limit = partial(ranged, None, VOCAB_LIMIT, at_least=3, at_most=1_000_000)
-vocab_multiple = partial(count, doc="Pad the vocabulary to a multiple of this")
+vocab_multiple = partial(count, doc="Pad the vocabulary to a multiple of this number")
 eval_split = partial(one_of, "valid test", "Split to evaluate")
 tokenizer = partial(
     place, "Subword file: tokenizer.json (tokenizers) or *.model (sentencepiece); null: words"
@@ -72,28 +75,34 @@ class LSTMConfig(ModelConfig):
     """Word or character language model; sizes in units, `projection_size` 0 means none."""
 
     vocab_size: int | None = _vocab_size()
-    embedding_size: int = count(200, "Units of the embedding of a word")
-    hidden_size: int = count(200, "Units of each LSTM layer")
+    embedding_size: int = count(200, "Size of the embedding of a word")
+    hidden_size: int = count(200, "Number of units of each LSTM layer")
     num_layers: int = count(2, "Number of LSTM layers", at_most=1000)
     projection_size: int = from_zero(
-        0, "Units to which each LSTM layer's output is projected; 0: no projection"
+        0, "Size to which the output of each LSTM layer is projected; 0: no projection"
     )
     dropout: float = share(
         0.0,
-        "Dropout probability on embedding, between layers and on outputs; not between time steps",
+        "Dropout probability of embeddings, between layers and of outputs; not between time steps",
     )
-    init_range: float = positive(0.1, "Parameters start uniform between -init_range and init_range")
+    init_range: float = positive(
+        0.1, "Parameters are initialised uniformly between -init_range and init_range"
+    )
     forget_bias: float = ranged(0.0, "Number added to the initial input bias of forget gates")
-    pad_to_multiple: int = count(1, "Round sizes up to a multiple of this; Tensor Cores: 8")
+    pad_to_multiple: int = count(
+        1, "Round sizes up to a multiple of this number; Tensor Cores need 8"
+    )
     time_reduction: str = time_reduction()
     sampled_softmax: int | None = count(
-        None, "Words drawn per step for a sampled softmax, in training only; null: the full softmax"
+        None,
+        "Number of words drawn per step for a sampled softmax, only in training; null: "
+        "full softmax",
     )
     embedding_gradient_factor: float = positive(
-        1.0, "With sampled_softmax: factor on the embedding's gradient (bigLSTM)"
+        1.0, "With sampled_softmax: factor on the gradient of the embedding (bigLSTM)"
     )
     output_gradient_factor: float = positive(
-        1.0, "With sampled_softmax: factor on the softmax's gradient"
+        1.0, "With sampled_softmax: factor on the gradient of the softmax"
     )
 
     @property
@@ -134,25 +143,34 @@ class GPTConfig(ModelConfig):
     context_length: int | None = count(
         None, "Largest number of tokens in a window; null: data.sequence_length"
     )
-    hidden_size: int = ranged(128, "Units of the residual stream", at_least=2)
+    hidden_size: int = ranged(128, "Number of units of the residual stream", at_least=2)
     num_layers: int = count(2, "Number of blocks", at_most=1000)
-    num_heads: int = count(4, "Heads of attention; each takes an equal share of hidden_size")
-    kv_heads: int | None = count(None, "Heads of keys and values; null: as many as num_heads")
-    norm: str = one_of("layer rms", "LayerNorm, or RMSNorm as in Llama")
+    num_heads: int = count(4, "Number of attention heads; each takes an equal share of hidden_size")
+    kv_heads: int | None = count(
+        None, "Number of heads of keys and values; null: as many as num_heads"
+    )
+    norm: str = one_of(
+        "layer rms", "Normalisation layer: Normalisation layer: LayerNorm, or RMSNorm as in Llama"
+    )
     positions: str = one_of(
         "learned rotary",
-        "Positions: learned and added to embeddings, or rotary on queries and keys",
+        "Position encoding: learned and added to embeddings, or rotary on queries and keys",
     )
     mlp: str = one_of(
         "gelu swiglu",
-        "Hidden units per input unit: gelu 4; swiglu (gated) 8/3, rounded to a multiple of 64",
+        "Type of MLP; hidden units per input unit: gelu 4; swiglu 8/3, rounded to a multiple of 64",
     )
-    qk_norm: bool = setting(False, "Normalise queries and keys of each head before their product")
+    qk_norm: bool = setting(
+        False, "Whether queries and keys of each head are normalised before their product"
+    )
     attention: str = one_of(
         "fused manual",
-        "fused: torch's kernel; manual: step by step, where scores above 65,504 overflow FP16",
+        "fused: torch's kernel; manual: separate operations, where scores above 65,504 overflow "
+        "FP16",
     )
-    bias: bool = setting(False, "Biases in linear layers and LayerNorm, as in OpenAI's GPT-2")
+    bias: bool = setting(
+        False, "Whether linear layers and LayerNorm have biases, as in OpenAI's GPT-2"
+    )
     time_reduction: str = time_reduction()
 
 
@@ -180,25 +198,41 @@ def _experts(model: "GPTMoEConfig", config: RunConfig) -> Iterator[str]:
 class GPTMoEConfig(GPTConfig):
     """The transformer of `gpt` with a mixture of experts in place of MLPs."""
 
-    num_experts: int = ranged(8, "Experts of a layer", at_least=2)
-    top_k: int = count(2, "Experts of a token")
-    expert_size: int = count(192, "Hidden units of an expert, a gated MLP")
-    dense_layers: int = from_zero(0, "First blocks with an MLP, of model.mlp, in place of experts")
+    num_experts: int = ranged(8, "Number of experts in each layer", at_least=2)
+    top_k: int = count(2, "Number of experts that each token uses")
+    expert_size: int = count(192, "Number of hidden units of each expert, which is a gated MLP")
+    dense_layers: int = from_zero(
+        0, "Number of first blocks with an MLP (see model.mlp) instead of experts"
+    )
     capacity: float | None = positive(
         None,
-        "Most tokens of an expert, over an even load; it drops others; null: all, the host waits",
+        "Largest load of an expert relative to an even load; further tokens are dropped; null: no "
+        "limit",
     )
-    shared_size: int = from_zero(0, "Hidden units of an expert of every token; 0: none")
-    shared_gate: bool = setting(False, "Multiply the shared expert by a gate of each token")
-    scoring: str = one_of("softmax sigmoid", "Scores of experts; sigmoid: as in DeepSeek-V3")
-    renormalise: bool = setting(True, "Weights of a token's experts add up to 1")
+    shared_size: int = from_zero(
+        0, "Number of hidden units of an expert that every token uses; 0: no such expert"
+    )
+    shared_gate: bool = setting(
+        False, "Whether the shared expert is multiplied by a gate for each token"
+    )
+    scoring: str = one_of(
+        "softmax sigmoid", "Function that scores the experts; sigmoid: as in DeepSeek-V3"
+    )
+    renormalise: bool = setting(True, "Whether the weights of a token's experts add up to 1")
     balancing: str = one_of(
         "auxiliary bias none",
-        "auxiliary: a loss; bias: one an expert for the choice alone, without a gradient",
+        "auxiliary: an additional loss; bias: a bias per expert, only for the choice, without a "
+        "gradient",
     )
-    balance_factor: float = from_zero(0.01, "With balancing=auxiliary: factor on its loss")
-    bias_rate: float = from_zero(0.001, "With balancing=bias: how far an update moves it")
-    router: str = one_of("fp32 mode", "Arithmetic of routers: FP32 in every mode, or the mode's")
+    balance_factor: float = from_zero(
+        0.01, "With balancing=auxiliary: factor on the additional loss"
+    )
+    bias_rate: float = from_zero(
+        0.001, "With balancing=bias: size of the change of a bias in each update"
+    )
+    router: str = one_of(
+        "fp32 mode", "Dtype of routers: FP32 in every mode, or the dtype of the mode"
+    )
 
     @property
     def why_no_graph(self) -> str | None:
@@ -213,7 +247,7 @@ _text = partial(source, family="text")
 class DocsTextConfig(DataConfig):
     """The text of CPython's documentation (`pydoc_data.topics`)."""
 
-    level: str = one_of("word char", "What a token is: a word or a character")
+    level: str = one_of("word char", "Kind of token: a word or a character")
     sequence_length: int = _sequence(20)
     vocab_limit: int | None = _vocab_limit()
     vocab_multiple: int = vocab_multiple(8)
@@ -225,8 +259,8 @@ class SyntheticTokensConfig(DataConfig):
 
     vocab_size: int = ranged(1000, "Number of different tokens", at_least=2)
     sequence_length: int = _sequence(20)
-    train_tokens: int = ranged(100_000, "Training tokens to generate", at_least=2)
-    eval_tokens: int = ranged(10_000, "Held-out tokens to generate", at_least=2)
+    train_tokens: int = ranged(100_000, "Number of training tokens to generate", at_least=2)
+    eval_tokens: int = ranged(10_000, "Number of held-out tokens to generate", at_least=2)
 
 
 def by_tokenizer(data: Any, config: RunConfig) -> Iterator[str]:
@@ -244,14 +278,14 @@ class TextConfig(DataConfig):
     sequence_length: int = _sequence(35)
     tokenizer: str | None = tokenizer()
     end_token: str | None = setting(
-        None, "With tokenizer: token after every line; null: </s>, <|endoftext|> or similar"
+        None, "With tokenizer: token added after every line; null: </s>, <|endoftext|> or similar"
     )
     vocab_limit: int | None = _vocab_limit()
     vocab_multiple: int = vocab_multiple(8)
     lower: bool = setting(False, "Lower-case all words")
     eval_split: str = eval_split()
     rotate: bool = setting(
-        True, "Start each epoch at a random place in the text; false: at its beginning"
+        True, "Whether each epoch starts at a random place in the text; false: at its beginning"
     )
     eval_tokens: int | None = ranged(None, _EVAL_TOKENS, at_least=32)
     cache: str | None = cache()
@@ -282,13 +316,12 @@ class TokenFilesConfig(DataConfig):
     vocab_multiple: int = vocab_multiple(64)
     dtype: str = one_of(
         "auto uint16 uint32 int32",
-        "Integer type in the files; auto: from the header, else the narrowest that holds the "
-        "tokens",
+        "Integer type of the tokens; auto: from the header, otherwise the narrowest that fits",
     )
     rotate: bool = setting(
-        True, "Start each epoch at a random place in the tokens; false: at their beginning"
+        True, "Whether each epoch starts at a random place in the tokens; false: at their beginning"
     )
     eval_tokens: int | None = ranged(
-        None, "Number of first held-out tokens to evaluate; null: all", at_least=32
+        None, "Number of held-out tokens to evaluate, from their start; null: all", at_least=32
     )
     cache: str | None = place(f"Cache folder for hashes; null: {_CACHE}", unset=_CACHE)

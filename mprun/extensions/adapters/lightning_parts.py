@@ -54,7 +54,7 @@ class PrecisionPart:
         strategy = trainer.strategy
         if not _STRATEGIES & {kind.__name__ for kind in type(strategy).__mro__}:
             raise ValueError(
-                f"strategy: is a {type(strategy).__name__}; must be of one device, or DDP"
+                f"strategy: is a {type(strategy).__name__}; must be for one device, or DDP"
             )
         module.to(strategy.root_device)
         self._prepared = self._prepare(module)
@@ -117,7 +117,7 @@ class RunPart(RunCallback):
         }
         seed = os.environ.get("PL_GLOBAL_SEED") if self.seed is None else self.seed
         if seed is None:
-            raise ValueError("seed=None: call seed_everything(...) before, or give it")
+            raise ValueError("seed=None: call seed_everything(...) before, or pass seed=")
         self.begin(trainer.optimizers, config, int(seed))
         self._taken, self._batches = _taken(trainer), 0
 
@@ -160,9 +160,7 @@ class RunPart(RunCallback):
             found = found / trainer.accumulate_grad_batches
         if found is None:
             where = "training_step returned no loss" if self.loss is None else "not logged"
-            raise ValueError(
-                f"loss={self.loss!r}: {where}; name the value that it logs as its loss"
-            )
+            raise ValueError(f"loss={self.loss!r}: {where}; name the logged value that is the loss")
         return found.detach() if isinstance(found, Tensor) else found
 
 

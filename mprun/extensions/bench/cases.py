@@ -49,7 +49,10 @@ class Case:
         overrides = (*self.overrides, f"precision={self.mode}", *more)
         config = compose_config(overrides, self.config_dir).config
         if config.precision.switch:
-            raise BadInput(f"--modes {self.mode}: switches modes; a bench measures one at a time")
+            raise BadInput(
+                f"--modes {self.mode}: this mode switches to another; a bench measures one "
+                "mode at a time"
+            )
         return config
 
 

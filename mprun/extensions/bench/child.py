@@ -113,7 +113,9 @@ class ChildProcess:
         except (EOFError, ConnectionResetError):
             code = self.process.wait()
             if code == -signal.SIGKILL:
-                raise ChildFailed("memory", "killed by the system (out of memory?)") from None
+                raise ChildFailed(
+                    "memory", "the process was killed by the system (out of memory?)"
+                ) from None
             how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
             told = f"the process ended ({how}); see {self.log.name}"
             raise ChildFailed("error", told) from None

@@ -57,7 +57,9 @@ def _scaling(arguments: list[str], devices: str) -> int:
     options = parse(arguments)
     for name in ("end_to_end", "plain", "steps_per_window"):
         if getattr(options, name):
-            raise BadInput(f"bench --{name.replace('_', '-')}: not with devices={devices}")
+            raise BadInput(
+                f"bench --{name.replace('_', '-')}: is not allowed with devices={devices}"
+            )
     from mprun.extensions.bench.scaling import scaling
 
     return scaling(options, devices)
@@ -67,17 +69,17 @@ def bench_parser(what: str = _WHAT) -> Arguments:
     """Return a parser with the options that every bench has."""
     found = Arguments("bench", what, _MORE, overrides=True)
     add = found.add_argument
-    add("--modes", type=names("--modes"), metavar="A,B", help="precision modes, also yours "
-        "(fp32,tf32,fp16_naive,fp16_master_scaled,amp,amp_bf16 on a GPU; "
-        "fp32,fp16_master_scaled,amp on a CPU)")  # fmt: skip
+    add("--modes", type=names("--modes"), metavar="A,B", help="precision modes, including your own "
+            "(fp32,tf32,fp16_naive,fp16_master_scaled,amp,amp_bf16 on a GPU; "
+            "fp32,fp16_master_scaled,amp on a CPU)")  # fmt: skip
     add("--budget", dest="budget_s", default=540.0, metavar="SECONDS",
         type=number("--budget", LEAST_BUDGET_S, 86_400, "seconds"),
         help="the whole bench ends by then, with the results so far (540)")  # fmt: skip
-    add("--out", metavar="DIR", help="where to write (outputs/bench/...); must not exist")
+    add("--out", metavar="DIR", help="output folder (outputs/bench/...), which must not exist")
     add("--windows", type=number("--windows", 1, 1000, whole=True), default=5, metavar="N",
-        help="windows of each contender (5)")  # fmt: skip
+        help="number of windows for each contender (5)")  # fmt: skip
     add("--steps-per-window", type=number("--steps-per-window", 1, 10_000, whole=True),
-        metavar="K", help="steps of a window (enough for 0.3 s)")  # fmt: skip
+        metavar="K", help="number of steps in a window (enough for 0.3 s)")  # fmt: skip
     add("--end-to-end", action="store_true",
         help="also with the data source of the configuration, including loading")  # fmt: skip
     add("--plain", action="store_true",

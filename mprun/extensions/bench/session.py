@@ -349,7 +349,7 @@ def claimed(options: Namespace, groups: list[BenchGroup]) -> Path:
         if not path.is_dir() or any(path.iterdir()):
             raise BadInput(f"--out {path}: exists and is not empty; use another folder") from None
     except OSError as error:
-        raise BadInput(f"--out {path}: cannot be made ({error.strerror})") from None
+        raise BadInput(f"--out {path}: cannot be created ({error.strerror})") from None
     return path
 
 

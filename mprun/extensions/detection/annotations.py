@@ -35,7 +35,8 @@ _NAME = re.compile(r"[0-9A-Za-z_]{1,64}")
 class _NoDoctype(ElementTree.TreeBuilder):
     def doctype(self, name: str, pubid: str | None, system: str | None) -> None:
         raise ValueError(
-            "declares a document type, which is not allowed because its entities may expand"
+            "the file declares a document type, which is not allowed because its entities may "
+            "expand"
         )
 
 
@@ -52,26 +53,28 @@ def read_annotation(path: str) -> Objects:
         return _objects(parser.close())
     except (ElementTree.ParseError, ValueError, LookupError) as error:
         reason = " ".join(str(error).split())
-        raise DamagedData(f"{printable(path)}: not an annotation of VOC: {reason}") from None
+        raise DamagedData(f"{printable(path)}: is not an annotation of VOC: {reason}") from None
 
 
 def _objects(root: ElementTree.Element) -> Objects:
     width, height = (int(_number(root, f"size/{side}")) for side in ("width", "height"))
     if width < 1 or height < 1:
-        raise ValueError(f"an image of {width} x {height} pixels")
+        raise ValueError(f"the image has {width} x {height} pixels")
     rows = []
     for count, found in enumerate(root.findall("object"), start=1):
         name = _text(found, "name")
         if name not in CLASSES:
-            raise ValueError(f"object {count} is a {printable(name)!r}, which VOC does not have")
+            raise ValueError(
+                f"object {count} is a {printable(name)!r}, which does not exist in VOC"
+            )
         sides = [_number(found, f"bndbox/{side}") for side in ("xmin", "ymin", "xmax", "ymax")]
         box = np.array(sides) - (1, 1, 0, 0)
         most = np.array((width, height, width, height))
         if (box < -1).any() or (box > most + 1).any() or (box[:2] >= box[2:]).any():
             said = " ".join(f"{side:g}" for side in sides)
             raise ValueError(
-                f"object {count}, a {name}, has the box {said}, which must lie inside of "
-                f"{width} x {height} pixels"
+                f"object {count}, a {name}, has the box {said}, which must lie inside the {width} "
+                f"x {height} pixels"
             )
         difficult = found.findtext("difficult", "0").strip() == "1"
         rows.append([*(box.clip(0, most) / most), CLASSES.index(name), difficult])
@@ -81,7 +84,7 @@ def _objects(root: ElementTree.Element) -> Objects:
 def _text(node: ElementTree.Element, path: str) -> str:
     text = node.findtext(path)
     if text is None:
-        raise ValueError(f"no {path} in {node.tag}")
+        raise ValueError(f"{node.tag} contains no {path}")
     return text.strip()
 
 
@@ -121,7 +124,7 @@ def _listed(path: str) -> list[str]:
             named = shortened(printable(name), 70)
             raise DamagedData(f"{printable(path)}: {named!r} is not the name of an image")
     if not names:
-        raise DamagedData(f"{printable(path)}: lists no image")
+        raise DamagedData(f"{printable(path)}: lists no images")
     if twice := first_repeated(names):
         raise DamagedData(f"{printable(path)}: lists {twice[0]} twice")
     return names
@@ -185,7 +188,7 @@ def read_instances(path: str) -> Instances:
     try:
         found = msgspec.json.decode(read_file(path, MAX_BYTES), type=Instances)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise DamagedData(f"{shown}: no instances of COCO: {error}") from None
+        raise DamagedData(f"{shown}: is not an instances file of COCO: {error}") from None
     unique: dict[str, list[Any]] = {
         "categories have the id": [own.id for own in found.categories],
         "images have the id": [own.id for own in found.images],
@@ -198,7 +201,8 @@ def read_instances(path: str) -> Instances:
         if not (0 < image.width <= MAX_SIDE and 0 < image.height <= MAX_SIDE):
             size = f"{image.width} x {image.height}"
             raise DamagedData(
-                f"{shown}: image {image.id} has {size} pixels by this file; both must be above 0"
+                f"{shown}: image {image.id} has {size} pixels according to this file; both must "
+                "be above 0"
             )
         name = image.file_name
         if os.path.isabs(name) or ".." in name.split("/") or "\0" in name:

@@ -80,8 +80,8 @@ class BoxSplit:
         said = tuple(self.sizes[place].tolist())
         if image.size != said:
             raise DamagedData(
-                f"{self.images.name(place)}: {image.size[0]} x {image.size[1]} pixels, but its "
-                f"annotation says {said[0]} x {said[1]}"
+                f"{self.images.name(place)}: has {image.size[0]} x {image.size[1]} pixels, but "
+                f"its annotation says {said[0]} x {said[1]}"
             )
         return image
 

@@ -29,10 +29,11 @@ task(
 _augmentation = partial(
     one_of, "ssd flip", "ssd: colours, zoom, crops, mirroring; flip: mirror half of the images"
 )
-_freeze = partial(setting, False, "Train only the convolutions for boxes and classes")
+_freeze = partial(setting, False, "Whether only the convolutions for boxes and classes are trained")
 _weights = partial(
     place,
-    "File of initial weights (torch.save): a VGG-16 or the whole network; null: random",
+    "File of initial weights (torch.save): a VGG-16 or the whole network; null: random weights "
+    "weights",
     role=RESULT,
 )
 
@@ -104,7 +105,9 @@ def _anchors(model: "FasterRCNNConfig", config: RunConfig) -> Iterator[str]:
 class FasterRCNNConfig(ModelConfig):
     """`variant` small: for canvases of digits; vgg16: the published network."""
 
-    variant: str = one_of("small vgg16", "small: for canvases of digits; vgg16: the published one")
+    variant: str = one_of(
+        "small vgg16", "small: for canvases of digits; vgg16: the published network"
+    )
     dropout: float = share(0.0, "Dropout probability after the fully connected layers")
     frozen: int = ranged(
         0, "Number of first convolutions that keep their initial weights", at_least=0, at_most=13
@@ -139,11 +142,13 @@ class VocConfig(ImagesConfig):
     """PASCAL VOC: trainval of 2007, or of 2007 and 2012, test of 2007 held out."""
 
     image_size: int = ranged(300, SIDE, at_least=8, at_most=1024)
-    channels: int = one_of((3,), "Channels of an image: VOC is in colour")
+    channels: int = one_of((3,), "Number of channels of an image: VOC is in colour")
     years: str = one_of(
         "2007 2007+2012", "Years of the trainval images used for training", default="2007+2012"
     )
-    difficult: bool = setting(False, "Also train on objects marked as difficult; map ignores them")
+    difficult: bool = setting(
+        False, "Whether objects marked as difficult are used for training; map ignores them"
+    )
     augmentation: str = _augmentation()
     prefetch: int = prefetch()
 
@@ -161,12 +166,16 @@ class CocoConfig(ImagesConfig):
     """COCO, or data of one's own in its format: annotations/instances_NAME.json and NAME/."""
 
     image_size: int = ranged(300, SIDE, at_least=8, at_most=1024)
-    channels: int = one_of((3,), "Channels of an image: COCO is in colour")
+    channels: int = one_of((3,), "Number of channels of an image: COCO is in colour")
     train_folder: str = setting(
-        "train2017", "Folder of the training images, and name of their annotations", below_root=True
+        "train2017",
+        "Folder of the training images, and name of their annotation file",
+        below_root=True,
     )
     eval_folder: str = setting(
-        "val2017", "Folder of the held-out images, and name of their annotations", below_root=True
+        "val2017",
+        "Folder of the held-out images, and name of their annotation file",
+        below_root=True,
     )
     augmentation: str = _augmentation()
     prefetch: int = prefetch()

@@ -33,7 +33,9 @@ def load_weights(
     except OSError as error:
         raise ValueError(f"weights={path}: cannot be read: {error.strerror or error}") from error
     except Exception as error:  # damaged files make torch raise many types
-        raise ValueError(f"weights={path}: not a file of weights alone from torch.save") from error
+        raise ValueError(
+            f"weights={path}: is not a file of weights alone from torch.save"
+        ) from error
     if not isinstance(read, dict) or not all(isinstance(v, Tensor) for v in read.values()):
         raise ValueError(f"weights={path}: must map names to tensors")
     own = network.state_dict()
@@ -44,7 +46,7 @@ def load_weights(
             names |= {name: spelled for name, spelled in other.items() if spelled in read}
         if missing := [name for name in [*names][:needed] if names[name] not in read]:
             raise ValueError(
-                f"weights={path}: neither {kind} nor a VGG-16, there is no {missing[0]}"
+                f"weights={path}: is neither {kind} nor a VGG-16, because {missing[0]} is missing"
             )
         read = {name: read[spelled] for name, spelled in names.items() if spelled in read}
     for name, value in read.items():

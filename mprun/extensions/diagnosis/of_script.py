@@ -42,17 +42,17 @@ class _Steps:
 
 
 def explain(step: Callable[[], Any], optimizer: Optimizers, *, steps: int = 1) -> Finding:
-    """Find the operation that makes the first non-finite value; changes nothing.
+    """Find the operation that makes the first non-finite value, without lasting changes.
 
-    It takes up to `steps` steps of the script and watches every operation, some ten times as slow.
-    It stops at the first step that fails: its loss, a gradient, or a weight after it is not finite.
-    Afterwards it restores weights, optimizer states, loss scales and random states, but no other
-    state of the script.
+    The function runs up to `steps` steps of the script and watches every operation, which is about
+    ten times as slow. It stops at the first step that fails: the loss, a gradient, or a weight
+    after the step is not finite. Afterwards it restores weights, optimizer states, loss scales and
+    random states, but no other state of the script.
 
     Args:
-        step: takes a whole step and returns its loss, 0-dim.
-        optimizer: prepared; several in a list, or by name.
-        steps: most steps to try.
+        step: function that runs a whole step and returns its loss, 0-dim.
+        optimizer: a prepared optimizer; several in a list, or by name.
+        steps: largest number of steps to try.
     """
     with _restored("explain", optimizer) as task:
         for _ in range(steps):
@@ -67,8 +67,8 @@ def _restored(verb: str, optimizer: Optimizers) -> Iterator[ScriptTask]:
     """Put everything back after the steps in the block."""
     if are_several():
         raise ValueError(
-            f"mprun.{verb}: stops within a step, so other processes would wait forever; run the "
-            f"script in one process"
+            f"mprun.{verb}: may stop within a step, so other processes would wait forever; run "
+            "the script in one process"
         )
     task = ScriptTask(optimizer)
     before = Snapshot(task, task.device)
@@ -115,21 +115,21 @@ def advise(
     steps: int = 8,
     precision: str | None = None,
 ) -> ScriptAdvice:
-    """Say what 16 bits need for the steps of a script, and what casts of a mode lose.
+    """Determine what 16 bits need for the steps of a script, and what the casts of a mode lose.
 
-    It takes `steps` steps under probes, best in FP32 (`prepare(..., precision="fp32")`): numbers
-    that a mode has rounded are gone. Afterwards it restores weights, optimizer states, loss scales
-    and random states, but no other state of the script.
+    The function runs `steps` steps with probes, best in FP32 (`prepare(..., precision="fp32")`):
+    numbers that a mode has rounded are lost. Afterwards it restores weights, optimizer states,
+    loss scales and random states, but no other state of the script.
 
     Args:
-        step: takes a whole step and returns its loss, 0-dim.
-        optimizer: prepared; several in a list, or by name.
-        steps: how many to measure.
-        precision: a mode of products in 8 or 4 bits, whose casts are measured; None: the script's.
+        step: function that runs a whole step and returns its loss, 0-dim.
+        optimizer: a prepared optimizer; several in a list, or by name.
+        steps: number of steps to measure.
+        precision: a mode with products in 8 or 4 bits, whose casts are measured; None: the mode of
+            the script.
 
-    Raises:
-        ValueError: As of `mprun.probe`; `precision` names no mode, or matches no layer.
-        BadInput: Every update was skipped.
+    Raises: ValueError: The reasons of `mprun.probe`; or `precision` names no mode, or matches no
+        layer. BadInput: Every update was skipped.
     """
     with _restored("advise", optimizer) as task:
         if task.is_sharded:

@@ -22,9 +22,7 @@ def events(wanted: Wanted) -> list[Log] | None:
     if not (path.is_dir() or is_events(path)):
         return None
     if wanted.step is not None:
-        raise BadInput(
-            f"{path}: --step {wanted.step}: event files already have steps; leave it out"
-        )
+        raise BadInput(f"{path}: --step {wanted.step}: event files already contain steps; omit it")
     # Imported here, so that only this function pays for it.
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.util.tensor_util import make_ndarray

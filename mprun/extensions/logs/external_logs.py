@@ -58,8 +58,8 @@ def load_foreign(
     """
     if not directed and told_by_name(scalar) is not False:
         raise BadInput(
-            f"--scalar {scalar}: its direction is unknown; give --higher-is-better (with --margin "
-            f"X in its unit) or --lower-is-better"
+            f"--scalar {scalar}: its direction is unknown; pass --higher-is-better (with --margin "
+            "X in its unit) or --lower-is-better"
         )
     taken = _taken(specs, scalar, step)
     by_seed = _name_seeds(taken, paired)
@@ -107,10 +107,10 @@ def _taken(specs: Sequence[str], scalar: str, step: str | None) -> dict[str, lis
         label, _, listed = spec.partition("=")
         if not label or not listed:
             raise BadInput(
-                f"{spec}: with --scalar give LABEL=PATH[,PATH...], e.g. fp32=logs/base_s0"
+                f"{spec}: with --scalar pass LABEL=PATH[,PATH...], e.g. fp32=logs/base_s0"
             )
         if label in taken:
-            raise BadInput(f"{spec}: label {label!r} is given twice; list all its paths at once")
+            raise BadInput(f"{spec}: label {label!r} appears twice; list all its paths at once")
         taken[label] = []
         below: dict[Path, list[Path]] = {}  # folder -> its sub-folders that hold logs
         for part in listed.split(","):
@@ -118,7 +118,7 @@ def _taken(specs: Sequence[str], scalar: str, step: str | None) -> dict[str, lis
             logs = _logs_at(named[2] if named else part, scalar, step, below)
             if named and len(logs) > 1:
                 raise BadInput(
-                    f"{part}: holds {len(logs)} runs ({_names(logs)}); give a seed for each"
+                    f"{part}: contains {len(logs)} runs ({_names(logs)}); name a seed for each"
                 )
             if named:
                 logs[0].seed = int(named[1])
@@ -156,8 +156,8 @@ def _logs_at(given: str, scalar: str, step: str | None, below: dict[Path, list[P
         _refuse_part_files(found)
     if not found:
         raise BadInput(
-            f"{path}: holds no log: TensorBoard events, MLflow runs, tables, JSON lines, text in "
-            "*.log, *.out or *.txt"
+            f"{path}: contains no log: TensorBoard events, MLflow runs, tables, JSON lines, text "
+            "in *.log, *.out or *.txt"
         )
     for one in found:
         folder = one if one.is_dir() else one.parent
@@ -166,7 +166,7 @@ def _logs_at(given: str, scalar: str, step: str | None, below: dict[Path, list[P
     logs = [log for one in found for log in read_logs(one, scalar, step)]
     chosen = [log for log in logs if not run or log.run == run or fnmatchcase(log.run, run)]
     if not chosen:
-        raise BadInput(f"{given}: no run of that name; there are {_names(logs)}")
+        raise BadInput(f"{given}: there is no run of this name; there are {_names(logs)}")
     return chosen
 
 
@@ -185,8 +185,9 @@ def _refuse_parts(label: str, below: dict[Path, list[Path]]) -> None:
         if again != folder or folder.name.lower() in _PARTS:
             others = shortened(", ".join(str(one) for one in every if one != folder), 120)
             raise BadInput(
-                f"{label}: {folder} and {others}: these may be runs, or parts of one run; name "
-                f"every run, e.g. {label}={folder},{folder.parent.parent / 'other' / folder.name}"
+                f"{label}: {folder} and {others}: these may be several runs, or parts of one run; "
+                "name every run, e.g. "
+                f"{label}={folder},{folder.parent.parent / 'other' / folder.name}"
             )
 
 
@@ -198,7 +199,8 @@ def _refuse_part_files(logs: list[Path]) -> None:
         other, its_parts = first.setdefault(log.parent, (log, parts))
         if log.is_file() and parts != its_parts:
             raise BadInput(
-                f"{log} and {other.name}: these may be runs, or parts of one run; name every run"
+                f"{log} and {other.name}: these may be several runs, or parts of one run; name "
+                "every run"
             )
 
 
@@ -223,21 +225,23 @@ def _name_seeds(taken: dict[str, list[Log]], paired: bool) -> Literal["named", "
     every = [log for logs in taken.values() for log in logs]
     given = [log.seed is not None for log in every]
     if any(given) != all(given):
-        raise BadInput("LABEL=seed0:PATH: give the seed of every run, or of none")
+        raise BadInput("LABEL=seed0:PATH: name the seed of every run, or of none")
     for log in every:
         if log.seed is None and (found := _SEED.findall(log.name)):
             log.seed = int(found[-1])
     twice = [label for label, logs in taken.items() if len({log.seed for log in logs}) < len(logs)]
     if twice and any(given):
-        raise BadInput(f"{twice[0]}: a seed is given to two runs; every run must have its own")
+        raise BadInput(
+            f"{twice[0]}: two runs have the same seed; every run must have a different one"
+        )
     if not twice and all(log.seed is not None for log in every):
         return "named"
     counts = {label: len(logs) for label, logs in taken.items()}
     if paired and len(set(counts.values())) > 1:
         text = ", ".join(f"{label} has {count}" for label, count in counts.items())
         raise BadInput(
-            f"--paired: needs as many runs in every label ({text}); name the seeds by "
-            "LABEL=seed0:PATH, or leave --paired out"
+            f"--paired: needs equally many runs in every label ({text}); name the seeds by "
+            "LABEL=seed0:PATH, or omit --paired"
         )
     for logs in taken.values():
         for place, log in enumerate(logs):

@@ -42,7 +42,7 @@ def dictionaries(wanted: Wanted) -> list[Log] | None:
             record = read(line[start:stop], f"{wanted.path}: line {number}")
         except (ValueError, SyntaxError, RecursionError, MemoryError):
             if re.search(rf"['\"]{re.escape(wanted.scalar)}['\"]", line):
-                raise Damaged(f"{wanted.path}: line {number}: not one dictionary") from None
+                raise Damaged(f"{wanted.path}: line {number}: is not a single dictionary") from None
             continue
         if isinstance(record, dict):
             rows.append((f"line {number}", {LINE: part_of(line[:start])} | flat(record)))
@@ -89,7 +89,7 @@ def json_text(wanted: Wanted) -> list[Log] | None:
         content = _records_of_columns(wanted, content)
     records = content if isinstance(content, list) else [content]
     if not all(isinstance(record, dict) for record in records):
-        raise Damaged(f"{path}: not a list of records")
+        raise Damaged(f"{path}: is not a list of records")
     rows = [(f"record {place}", flat(record)) for place, record in enumerate(records, start=1)]
     if isinstance(content, dict) and not wanted.told(rows):
         raise wanted.no_scalar(content)
@@ -104,11 +104,11 @@ def _json_lines(wanted: Wanted) -> list[Row]:
             record = _loaded(line, where) if line.strip() else {}
         except (ValueError, RecursionError):
             if number < len(lines):
-                raise Damaged(f"{where}: not a JSON record") from None
+                raise Damaged(f"{where}: is not a JSON record") from None
             wanted.note_cut(number)
             break
         if not isinstance(record, dict):
-            raise Damaged(f"{where}: not a JSON record")
+            raise Damaged(f"{where}: is not a JSON record")
         rows.append((f"line {number}", flat(record)))
     return rows
 
@@ -212,5 +212,5 @@ def mlperf(wanted: Wanted) -> list[Log] | None:
                 entry = json.loads(rest)
                 rows.append((f"line {number}", {**entry["metadata"], entry["key"]: entry["value"]}))
             except (ValueError, KeyError, TypeError):
-                raise Damaged(f"{wanted.path}: line {number}: not an entry of MLPerf") from None
+                raise Damaged(f"{wanted.path}: line {number}: is not an entry of MLPerf") from None
     return wanted.of_records(rows) if rows else None

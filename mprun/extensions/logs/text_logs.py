@@ -60,7 +60,7 @@ def cells(wanted: Wanted) -> list[Log] | None:
             found = {header[place]: row[place].strip() for place in places}
             rows.append((f"line {reader.line_num}", found))
     except csv.Error as error:
-        raise Damaged(f"{path}: not a table ({error})") from None
+        raise Damaged(f"{path}: is not a table ({error})") from None
     if scalar not in values and (told := wanted.told(rows)):
         rows, values = told, {scalar: ("", True)}
     return wanted.of_columns(rows, steps, values)
@@ -151,7 +151,7 @@ def in_words(wanted: Wanted) -> tuple[list[str], list[Row]]:
                 if len(set(found)) > 1:
                     both = " and ".join(found)
                     raise BadInput(
-                        f"{wanted.path}: {where}: {wanted.scalar} is {both}: must be one"
+                        f"{wanted.path}: {where}: {wanted.scalar} is {both}: must have one value"
                     )
                 kind = part_of(line[: first.start()])
                 rows.append((where, {name: at[1], LINE: kind, scalar: first[1]}))

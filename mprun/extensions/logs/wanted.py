@@ -83,9 +83,9 @@ class Wanted:
             with opened(self.path, "rt", encoding="utf-8-sig") as file:
                 return file.read()
         except UnicodeDecodeError as error:
-            raise Damaged(f"{self.path}: not a text file ({error})") from None
+            raise Damaged(f"{self.path}: is not a text file ({error})") from None
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-            raise Damaged(f"{self.path}: not a whole gzip archive ({error})") from None
+            raise Damaged(f"{self.path}: is not a complete gzip archive ({error})") from None
         except OSError as error:
             raise BadInput(f"{self.path}: cannot be read ({error.strerror})") from None
 
@@ -190,7 +190,7 @@ class Wanted:
             where, cell = commas[0]
             raise BadInput(
                 f"{self.path}: {where}: {cell!r} is {cell.replace(',', '')} or "
-                f"{cell.replace(',', '.')}, and no other number decides this; write it with a point"
+                f"{cell.replace(',', '.')}, and no other number shows which; write it with a point"
             )
         self.notes.append("numbers are read as written like 0,5")
         return numbers

@@ -164,19 +164,30 @@ def _options(arguments: list[str]) -> Namespace:
     add("--only", type=names("--only"), metavar="A,B", help=f"run these: {', '.join(_NAMES)}")
     what = f"of every run, such as 0-4,7 (held-out ones: {seeds_text(held_out())}; full scale: 0)"
     add("--seeds", metavar="SEEDS", help=what)
-    add("--scale", default="small", metavar="|".join(SCALES), help="embedded data, or the recipes")
+    add(
+        "--scale",
+        default="small",
+        metavar="|".join(SCALES),
+        help="train on embedded data, or train the recipes",
+    )
     add("--list", action="store_true", help="list the rows of --only, and run nothing")
     what = "full scale: the folder that holds the data of every recipe, a folder each"
     add("--data-root", type=Path, metavar="DIR", help=what)
     processes = number("-j", 1, 1024, "a number of processes", whole=True)
-    add("-j", "--jobs", type=processes, metavar="N", help="runs at a time (small: every core)")
+    add(
+        "-j",
+        "--jobs",
+        type=processes,
+        metavar="N",
+        help="number of runs at a time (small: every core)",
+    )
     what = "folder of the runs and of the page (outputs/paper; with RUNS: compare/ beside them)"
     add("--out", type=Path, metavar="DIR", help=what)
-    add("--config-dir", metavar="DIR", help="your options, as for a run")
+    add("--config-dir", metavar="DIR", help="your own options, as for a run")
     add_judging(parser)
     add("--json", action="store_true", help="with RUNS: print paper.json instead of tables")
-    add("--markdown", action="store_true", help="with RUNS: print the verdicts as Markdown, too")
-    add("--no-report", action="store_true", help="with RUNS: print only")
+    add("--markdown", action="store_true", help="with RUNS: also print the verdicts as Markdown")
+    add("--no-report", action="store_true", help="with RUNS: only print, write nothing")
     options = parser.parse(arguments)
     options.arguments = arguments
     _sort_words(options)
@@ -204,7 +215,7 @@ def _sort_words(options: Namespace) -> None:
     for word in options.overrides:
         if "=" not in word and not word.startswith("~"):
             hint = f"; did you mean '--only {word}'?" if word in _NAMES else ""
-            raise BadInput(f"paper: '{word}': neither a path of runs nor key=value{hint}")
+            raise BadInput(f"paper: '{word}': is neither a path of runs nor key=value{hint}")
     when = "not with RUNS, which have run already" if options.runs else "only with RUNS"
     given = [name for name in (_OF_NO_RUNS if options.runs else _OF_RUNS) if getattr(options, name)]
     if options.runs and options.scale != "small":
@@ -215,7 +226,7 @@ def _sort_words(options: Namespace) -> None:
     own = {override.lstrip("+~").partition("=")[0] for override in options.overrides}
     arms = {one.partition("=")[0] for row in ROWS for arm in row.arms for one in arm.overrides}
     for key in sorted(own & (arms | {"output_root", "seed", "threads", "experiment"})):
-        raise BadInput(f"{key}: not with paper, which sets it (--out sets the folder)")
+        raise BadInput(f"{key}: is not allowed with paper, which sets it (--out sets the folder)")
     if options.json and options.markdown:
         raise BadInput("--json, --markdown: choose one of the two")
 

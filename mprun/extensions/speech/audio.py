@@ -32,7 +32,7 @@ class Spectrogram:
         if self.window < 2 or self.hop < 1:
             which = "window_ms" if self.window < 2 else "hop_ms"
             said = f"{which}={getattr(self, which):g}"
-            raise ValueError(f"{said}: too short at sample_rate={self.sample_rate}")
+            raise ValueError(f"{said}: is too short at sample_rate={self.sample_rate}")
 
     @property
     def window(self) -> int:
@@ -70,7 +70,7 @@ def read_audio(path: str, sample_rate: int) -> np.ndarray:
     samples, rate = (_read_wav if path.lower().endswith(".wav") else _read_other)(path, shown)
     if rate != sample_rate:
         raise DamagedData(
-            f"{shown}: {rate} samples per second, must be data.sample_rate={sample_rate}"
+            f"{shown}: has {rate} samples per second, must have data.sample_rate={sample_rate}"
         )
     if not len(samples):
         raise DamagedData(f"{shown}: has no samples")
@@ -105,7 +105,7 @@ def _read_wav(path: str, shown: str) -> tuple[np.ndarray, int]:
         reason = str(error) or "it ends"
         raise DamagedData(f"{shown}: must be a WAV file of PCM samples: {reason}") from error
     if width not in _FULL_SCALE:
-        raise DamagedData(f"{shown}: {8 * width} bit samples, must be 8, 16, 24 or 32")
+        raise DamagedData(f"{shown}: has {8 * width} bit samples, must have 8, 16, 24 or 32 bits")
     if promised == 0 or len(content) < promised * width * channels:
         raise DamagedData(f"{shown}: is cut short, or has no samples")
     return _pcm(content, width).reshape(-1, channels) / _FULL_SCALE[width], rate

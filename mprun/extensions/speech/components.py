@@ -38,25 +38,32 @@ def _looking_ahead(model: "DeepSpeech2Config", config: RunConfig) -> Iterator[st
 class DeepSpeech2Config(ModelConfig):
     """Convolutions, recurrent layers and CTC of Amodei et al., in one or both directions."""
 
-    channels: int = count(32, "Channels of each convolution")
-    frequency_kernels: list[int] = count(lambda: [41, 21], "Rows of each convolution's kernel")
-    time_kernel: int = count(11, "Frames of each convolution's kernel")
-    frequency_stride: int = count(2, "Stride of each convolution in rows")
+    channels: int = count(32, "Number of channels of each convolution")
+    frequency_kernels: list[int] = count(
+        lambda: [41, 21], "Height of the kernel of each convolution in frequency rows"
+    )
+    time_kernel: int = count(11, "Width of the kernel of each convolution in frames")
+    frequency_stride: int = count(2, "Stride of each convolution in frequency rows")
     time_stride: int = count(
         2, "Stride of the first convolution in frames; the others have stride 1"
     )
-    hidden_size: int = count(2560, "Units of a recurrent layer in each direction")
+    hidden_size: int = count(2560, "Number of units of each recurrent layer in each direction")
     num_layers: int = ranged(3, "Number of GRU layers", at_least=1, at_most=1000)
-    bidirectional: bool = setting(False, "Recurrent layers add the outputs of both directions")
+    bidirectional: bool = setting(
+        False, "Whether recurrent layers add the outputs of both directions"
+    )
     row_convolution: int = ranged(
         20,
-        "Frames that the row convolution reads, this one and later ones; 0: none",
+        "Number of frames that the row convolution reads, the current and later ones; 0: none",
         at_least=0,
     )
-    fully_connected: int = ranged(2560, "Units of the layer before the last; 0: none", at_least=0)
+    fully_connected: int = ranged(
+        2560, "Number of units of the layer before the last; 0: no such layer", at_least=0
+    )
     init_range: float | None = positive(
         None,
-        "Weights and biases start uniform between -init_range and init_range; null: torch's start",
+        "Weights and biases start uniformly between -init_range and init_range; null: torch's "
+        "default",
     )
 
 
@@ -95,22 +102,22 @@ class SpeechManifestConfig(DataConfig):
         "Manifest or LibriSpeech folders for evaluation; null: dev, val, valid, or dev-*"
     )
     sample_rate: int = ranged(
-        16000, "Samples per second of every audio file", at_least=1000, at_most=192_000
+        16000, "Number of samples per second of every audio file", at_least=1000, at_most=192_000
     )
     window_ms: float = ranged(
         20.0, "Length of a frame of the spectrogram in milliseconds", above=0.0, at_most=1000.0
     )
     hop_ms: float = ranged(
-        10.0, "Milliseconds from one frame to the next", above=0.0, at_most=1000.0
+        10.0, "Distance between the starts of two frames in milliseconds", above=0.0, at_most=1000.0
     )
     alphabet: str = setting(
         "'abcdefghijklmnopqrstuvwxyz ", "Characters of the texts, without CTC's blank"
     )
     alphabet_file: str | None = below_root(
-        "File below root with one character per line, in place of alphabet; null: none"
+        "File below root with one character per line, instead of alphabet; null: no file"
     )
     lower: bool = setting(True, "Lower-case all texts")
     max_seconds: float | None = positive(
-        None, "Leave longer utterances out of training; null: use all"
+        None, "Longest utterance used for training, in seconds; null: no limit"
     )
     prefetch: int = prefetch()

@@ -61,7 +61,7 @@ def read_manifest(path: str) -> list[Utterance]:
     folder = os.path.dirname(path)
     found = [_utterance(row, folder, where) for row, where in rows(content, shown)]
     if not found:
-        raise DamagedData(f"{shown}: lists no utterance")
+        raise DamagedData(f"{shown}: lists no utterances")
     return found
 
 
@@ -97,7 +97,7 @@ def _json_rows(content: str, shown: str) -> Iterator[tuple[dict, str]]:
         try:
             row = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise DamagedData(f"{where}: is no JSON: {error}") from error
+            raise DamagedData(f"{where}: is not JSON: {error}") from error
         if not isinstance(row, dict):
             raise DamagedData(f"{where}: is a {type(row).__name__}, must be an object")
         yield row, where
@@ -109,7 +109,7 @@ def _csv_rows(content: str, shown: str) -> Iterator[tuple[dict, str]]:
         for row in reader:
             yield row, f"{shown}:{reader.line_num}"
     except csv.Error as error:
-        raise DamagedData(f"{shown}:{reader.line_num}: is no CSV: {error}") from error
+        raise DamagedData(f"{shown}:{reader.line_num}: is not CSV: {error}") from error
 
 
 def _utterance(row: dict, folder: str, where: str) -> Utterance:
@@ -193,10 +193,10 @@ class Alphabet:
                     raise ValueError(f"{key}: line {number} {have}")
                 found += line
         if not found:
-            raise ValueError(f"{key}: has no character")
+            raise ValueError(f"{key}: contains no character")
         for place, character in enumerate(found):
             if character in found[:place]:
-                raise ValueError(f"{key}: has {character!r} twice")
+                raise ValueError(f"{key}: contains {character!r} twice")
         return found
 
 
@@ -237,7 +237,7 @@ class SpeechManifest(LoadedSource):
             train = [one for one in train if one.length <= max_seconds]
             if not train:
                 raise ValueError(
-                    f"max_seconds={max_seconds:g}: leaves no utterance; all are longer"
+                    f"max_seconds={max_seconds:g}: leaves no utterances; all are longer"
                 )
         reader = partial(UtteranceReader, spectrogram, codes, root, serving.batch_size)
         super().__init__(reader(train, serving.seed), reader(held_out, None), serving)
@@ -263,12 +263,11 @@ def shapes(data: Any) -> tuple[tuple[int, ...], tuple[int, ...], dict[str, int]]
     if data.max_seconds is None:
         raise BadInput(
             f"data.max_seconds=null: data={data.name} has its lengths in files, and a roofline "
-            f"reads no files; give data.max_seconds=N"
+            "reads no files; set data.max_seconds=N"
         )
     if data.alphabet_file is not None:
         raise BadInput(
-            f"data.alphabet_file={data.alphabet_file}: a roofline reads no files; give "
-            f"data.alphabet"
+            f"data.alphabet_file={data.alphabet_file}: a roofline reads no files; set data.alphabet"
         )
     spectrogram = Spectrogram(data.sample_rate, data.window_ms, data.hop_ms)
     sizes = {"frequencies": spectrogram.frequencies, "num_symbols": len(data.alphabet) + 1}

@@ -43,18 +43,20 @@ class Seq2SeqConfig(ModelConfig):
     )
     target_vocab_size: int | None = ranged(
         None,
-        "Words of the targets' embedding and softmax; null: as many as in the data",
+        "Number of words in the target embedding and softmax; null: as many as the data has",
         at_least=4,
     )
-    embedding_size: int = count(1024, "Units of the embedding of a word")
-    hidden_size: int = count(1024, "Units of each LSTM layer and direction")
+    embedding_size: int = count(1024, "Size of the embedding of a word")
+    hidden_size: int = count(1024, "Number of units of each LSTM layer and direction")
     num_layers: int = ranged(
         3, "Number of layers of the encoder, and of the decoder", at_least=1, at_most=1000
     )
     dropout: float = share(
-        0.0, "Dropout probability on embeddings, between layers and before the softmax"
+        0.0, "Dropout probability of embeddings, between layers and before the softmax"
     )
-    init_range: float = positive(0.1, "Parameters start uniform between -init_range and init_range")
+    init_range: float = positive(
+        0.1, "Parameters are initialised uniformly between -init_range and init_range"
+    )
 
 
 @dataclass(slots=True)
@@ -63,7 +65,7 @@ class SentencePairsConfig(DataConfig):
 
     max_length: int = ranged(
         50,
-        "Words of each side after padding, including the end; longer pairs are left out",
+        "Number of words on each side after padding, including the end; longer pairs are left out",
         at_least=2,
         at_most=1000,
     )
@@ -105,8 +107,8 @@ class ParallelTextConfig(SentencePairsConfig):
     source_language: str = setting("en", "File name ending of the source language")
     target_language: str = setting("fr", "File name ending of the target language")
     tokenizer: str | None = tokenizer()
-    source_vocab_limit: int | None = _vocab_limit(doc=f"Sources: {_LIMIT}")
-    target_vocab_limit: int | None = _vocab_limit(doc=f"Targets: {_LIMIT}")
+    source_vocab_limit: int | None = _vocab_limit(doc=f"For the source side: {_LIMIT}")
+    target_vocab_limit: int | None = _vocab_limit(doc=f"For the target side: {_LIMIT}")
     lower: bool = setting(False, "Lower-case all words")
     eval_split: str = eval_split()
     cache: str | None = cache()

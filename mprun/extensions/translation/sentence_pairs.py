@@ -295,8 +295,8 @@ def pairs_of(files: Sequence[TextFile]) -> Iterator[tuple[str, str]]:
         if source is None or target is None:
             short, long = (file.path for file in (files if source is None else files[::-1]))
             raise DamagedData(
-                f"{short}: ends after line {number}, but {long.name} goes on; both must have the "
-                f"same length"
+                f"{short}: ends after line {number}, but {long.name} continues; both must have "
+                "the same length"
             )
         yield source, target
 

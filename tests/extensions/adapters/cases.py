@@ -1,3 +1,3 @@
-"""What the adapters add to the tables of the core's tests."""
+"""The adapters add these rows to the tables of the core's tests."""
 
 TRAINERS = ["lightning", "pytorch_lightning", "transformers"]

@@ -51,7 +51,7 @@ def network():
 
 
 class Module(L.LightningModule):
-    """What a user has."""
+    """A module as a user has it."""
 
     def __init__(self, whole=True):
         super().__init__()
@@ -354,7 +354,7 @@ def test_what_the_module_is_given_as_its_optimizer_is_known():
 def test_other_strategies_than_ddp_are_refused():
     state, strategy = SimpleNamespace(fn="fit"), nn.Module()
     module = SimpleNamespace(trainer=SimpleNamespace(state=state, strategy=strategy))
-    with pytest.raises(ValueError, match="strategy: is a Module; must be of one device, or DDP"):
+    with pytest.raises(ValueError, match="strategy: is a Module; must be for one device, or DDP"):
         MprunPrecision("amp").convert_module(module)
 
 

@@ -1,5 +1,4 @@
-"""What each of two processes does in tests of trainers: `python trainer_ranks.py LIBRARY FOLDER`.
-
+"""Each of two processes runs this in tests of trainers: `python trainer_ranks.py LIBRARY FOLDER`.
 Each takes its half of every batch, in all modes of `CASES`. A case may hold one value, in the
 second half of one batch, that a mode with a loss scale skips and that FP32 diverges by.
 """
@@ -46,7 +45,7 @@ def rows(plants):
 
 
 def halves(plants, rank):
-    """Of each batch the half of a rank."""
+    """Return a rank's half of each batch."""
     parts = [t.view(STEPS, 2, HALF, *t.shape[1:])[:, rank].flatten(0, 1) for t in rows(plants)]
     return DataLoader(TensorDataset(*parts), batch_size=HALF)
 

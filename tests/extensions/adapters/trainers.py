@@ -1,4 +1,4 @@
-"""What tests of Lightning and of transformers share: modes, equal ends, pages that run."""
+"""Tests of Lightning and of transformers share modes, equal ends, and pages that run."""
 
 import re
 from pathlib import Path

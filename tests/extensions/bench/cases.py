@@ -1,4 +1,4 @@
-"""What the bench adds to the tables of the core's tests."""
+"""The bench adds these rows to the tables of the core's tests."""
 
 HELP_PAGES = ["bench --roofline"]
 COMPLETIONS = [

@@ -26,8 +26,9 @@ def test_pairing_cancels_a_drift_that_unpaired_windows_keep():
 
 
 def test_the_interval_is_that_of_all_resamples():
-    """Of three ratios there are 27 resamples. The median is the smallest in 7 of them (all three,
-    or two of three draws), so both ends of a 95 % interval are the extreme ratios."""
+    """Three ratios have 27 resamples. The median is the smallest in 7 of them (all three, or two of
+    three draws), so both ends of a 95 % interval are the extreme ratios.
+    """
     ratios = [1.0, 1.2, 1.5]
     medians = sorted(numpy.median(draw) for draw in itertools.product(ratios, repeat=3))
     assert medians.count(1.0) == medians.count(1.5) == 7

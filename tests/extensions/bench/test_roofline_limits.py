@@ -132,7 +132,7 @@ WIDEN, CAST = 2 + 4, 4 + 2
     ],
 )
 def test_recipes_are_what_a_step_moves(mode, recipe, passes):
-    """Of large layers, whose weights hide what else is cast; and the write of each gradient."""
+    """Large layers are used, whose weights hide other casts; the write of each gradient counts."""
     model = ("model=alexnet_2012", "data.image_size=224", "data.num_classes=1000")
     found = count((*model, *SMALL), mode)
     for kind, size in passes.items():

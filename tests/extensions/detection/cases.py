@@ -1,4 +1,4 @@
-"""What detection adds to the tables of the core's tests."""
+"""Detection adds these rows to the tables of the core's tests."""
 
 FEW = ["data.batch_size=2", "data.train_size=16", "data.eval_size=4"]
 SMALL = {"detection": ["model=ssd_mini", *FEW], "two_stages": ["model=faster_rcnn", *FEW]}

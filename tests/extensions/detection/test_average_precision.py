@@ -16,7 +16,7 @@ def box(left, top, right, bottom, name, last):
 
 
 def ap(detections, targets, classes=1):
-    """Of images given as lists of rows, which are padded."""
+    """Return the average precision of images given as lists of rows, which are padded."""
     padded = []
     for images in (detections, targets):
         most = max(1, *map(len, images))

@@ -83,7 +83,7 @@ def test_boxes_classes_and_crowds(tmp_path):
             {"annotations": [DOG | {"image_id": 100, "bbox": [50, 0, 12, 3]}]},
             "annotation 0: has the box (50.0, 0.0, 12.0, 3.0), which must lie inside its 60 x 40",
         ),
-        ({"annotations": [{"image_id": 100}]}, "no instances of COCO: "),
+        ({"annotations": [{"image_id": 100}]}, "is not an instances file of COCO: "),
         ({"categories": CATEGORIES[:2]}, "its categories must be those of train2017"),
         (
             {"images": [{"id": 100, "file_name": "../a.jpg", "width": 60, "height": 40}]},
@@ -112,7 +112,9 @@ def test_missing_files(tmp_path):
     path = tmp_path / "annotations/instances_train2017.json"
     whole = path.read_bytes()
     path.write_bytes(whole.replace(b".jpg", b".\xffg"))
-    with raises_line(DamagedData, "instances_train2017.json: no instances of COCO: 'utf-8' codec"):
+    with raises_line(
+        DamagedData, "instances_train2017.json: is not an instances file of COCO: 'utf-8' codec"
+    ):
         coco(tmp_path)
     path.write_bytes(whole)
     (tmp_path / "val2017" / "000000000001.jpg").unlink()

@@ -52,7 +52,7 @@ def batch():
 
 
 class Given(nn.Module):
-    """What it was made of, whatever is asked."""
+    """An object that returns its content, whatever is asked."""
 
     def __init__(self, *values):
         super().__init__()
@@ -371,7 +371,7 @@ def test_weights_of_a_vgg(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"features.28.bias": None}, "nor a VGG-16, there is no features.28.bias"),
+        ({"features.28.bias": None}, "nor a VGG-16, because features.28.bias is missing"),
         ({"classifier.3.bias": torch.zeros(3)}, "head.4.bias is [3], must be [4096]"),
     ],
 )

@@ -232,7 +232,7 @@ def test_weights_of_a_file(tmp_path):
         again = configured("ssd300", **VOC, weights=str(path)).state_dict()
         assert all(torch.equal(again[name], value) for name, value in vgg.items())
     for content, said in (
-        ({"a": torch.zeros(1)}, "there is no features.0.weight"),
+        ({"a": torch.zeros(1)}, "because features.0.weight is missing"),
         (vgg | {"features.5.weight": torch.zeros(3)}, "features.5.weight is .3., must be .128, 64"),
         ([1, 2], "must map names to tensors"),
         (nn.Linear(1, 1), "not a file of weights alone"),
@@ -256,7 +256,7 @@ def test_a_frozen_backbone_does_not_learn(build_run):
 
 
 def test_gradients_of_the_small_one_underflow_behind_the_norm_alone():
-    """What the frozen control rests on: the heads' gradients fit FP16, those behind do not."""
+    """The frozen control rests on this: the heads' gradients fit FP16, earlier ones do not."""
     network = configured("ssd_mini", **DIGITS)
     given = {"batch_size": 8, "seed": 0, "device": "cpu", "value_range": "mean_subtracted"}
     data = configured("digit_canvases", **given)

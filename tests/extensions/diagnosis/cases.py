@@ -1,4 +1,4 @@
-"""What diagnosis adds to the tables of the core's tests."""
+"""Diagnosis adds these rows to the tables of the core's tests."""
 
 COMPLETIONS = [
     ("mprun explain data.batch", []),

@@ -354,7 +354,7 @@ def test_a_run_with_probes_is_read(tmp_path, capsys):
         (["--every=9", "--steps=8", *ONE_CORE, *SGD], "--every 9: must be at most the 8 steps"),
         (["--stesp=8"], "unknown option"),
         (["optim.lr=0", *ONE_CORE], "optim.lr"),
-        (["resume=somewhere"], "not with advise"),
+        (["resume=somewhere"], "not allowed with a run;"),
         (["precision=zzz", *ONE_CORE], "precision=zzz"),  # though advise drops it
     ],
 )

@@ -1,4 +1,4 @@
-"""What casts of linear layers lose: by hand, as the layers cast, and in runs where it matters."""
+"""Casts of linear layers lose values: by hand, as the layers cast, and in runs where it matters."""
 
 import contextlib
 import math
@@ -601,8 +601,9 @@ SMALL = [*ONE_CORE, "model=gpt", "model.hidden_size=32", "data=docs_chars", "dat
 @pytest.mark.parametrize("seed", [0, 1, 2])
 @pytest.mark.parametrize("mode", ["nvfp4_plain", "mxfp4"])
 def test_gradients_of_logits_are_named(tmp_path, mode, seed):
-    """Of a small transformer whose tied output layer casts too: that is what costs, and
-    stochastic rounding, or BF16 for this layer, brings it back."""
+    """A small transformer casts its tied output layer: its loss disappears with stochastic
+    rounding, or with BF16 for this layer.
+    """
     path = tmp_path / "run"
     line = [*SMALL, "optim.lr=2e-3", "train.steps=120", f"seed={seed}", ALL, f"precision={mode}"]
     assert main([*line, f"output_dir='{path}'"]) == 0

@@ -69,7 +69,7 @@ def test_a_module_s_overflow_in_fp16_master():
     [("scaler=dynamic", "optim.lr=0.1"), ("precision=fp32", "optim.lr=0.1"), ("optim.lr=1", "")],
 )
 def test_the_command_with_a_cure_composes(cure, left):
-    """Of a replaced scaler or mode the run's own settings go, too."""
+    """The run's own settings of a replaced scaler or mode are dropped, too."""
     scaler = ["scaler=static", "scaler.scale=512"]
     own = ["precision=fp16_master_scaled", *scaler, "optim.lr=0.1", "output_dir=x"]
     words = shlex.split(command_with(Tried((cure,), True, ""), {"overrides": own}))

@@ -54,7 +54,7 @@ def logits_of(*rows):
 
 
 def test_numbers_by_hand():
-    """Of two tokens the probabilities are 1/2 and 1/4 in a, 2/5 and 1/4 in b."""
+    """The probabilities of two tokens are 1/2 and 1/4 in a, 2/5 and 1/4 in b."""
     targets = torch.tensor([[0], [2]])
     a, b = (
         torch.log_softmax(logits, 1).gather(1, targets)
@@ -191,7 +191,7 @@ def test_fp16_is_off_less_than_bf16_by_its_three_bits(run, capsys):
 
 
 def test_a_mode_of_ones_own_keeps_modules_in_fp32(run, tmp_path, capsys):
-    """Of two blocks one in FP32: independent errors of two equal ones would leave 1 / sqrt(2)."""
+    """One of two blocks is in FP32: independent errors of equal ones would leave 1 / sqrt(2)."""
     (tmp_path / "precision").mkdir()
     mode = 'defaults: [bf16_master]\nname: half\noverrides:\n  "blocks.0*": fp32\n'
     (tmp_path / "precision" / "half.yaml").write_text(mode)
@@ -248,9 +248,9 @@ BAD = {
     "amp amp RUN": "amp amp: a mode is there twice in one shape; use --batch 16,1",
     "amp RUN RUN": "a second run directory, only one is allowed",
     "amp RUN/checkpoints": "no run.json there",
-    "amp RUN optim.lr=1": "optim.lr=1: a run has its configuration",
-    "amp precision=amp": "precision=amp: a mode is one word",
-    "amp resume=x": "resume=x: pass the run directory alone",
+    "amp RUN optim.lr=1": "optim.lr=1: a run already has its configuration",
+    "amp precision=amp": "precision=amp: a mode is a single word",
+    "amp resume=x": "resume=x: is not allowed with a run; pass the run directory alone",
     "amp model=resnet50": "model=resnet50: needs a language model",
     "amp fp32 --batch 3,4,5": "--batch 3,4,5: 3 values (allowed: 1 or 2)",
     "amp --batch 3,x": "--batch x: must be whole numbers, separated by commas, from 1",
@@ -281,9 +281,9 @@ def test_what_does_not_belong_together_is_refused(run, tmp_path, capsys):
         return ["logprobs", "amp", str(other), "--tokens", "24"]
 
     assert main(command("", "")) == 0
-    says = "checkpoints: not the state of this run"
+    says = "checkpoints: is not the state of this run"
     refused(capsys, *command("num_layers: 2", "num_layers: 3"), says=says, code=4)
-    says = "the data are not those that the run began with"
+    says = "the data differ from the data at the start of the run"
     refused(capsys, *command("train_tokens: 400", "train_tokens: 399"), says=says)
     shutil.rmtree(other / "checkpoints")
     refused(capsys, *command("", ""), says="train it with train.checkpoint_every=N")

@@ -80,7 +80,7 @@ def test_the_part_that_bf16_swamps_leaves_and_the_file_is_a_mode(tmp_path, capsy
 @pytest.mark.parametrize(
     ("more", "says"),
     [
-        (["--write", "x"], "--write x: only with --budget X"),
+        (["--write", "x"], "--write x: is only allowed with --budget X"),
         (["--budget", "-1"], "--budget -1: must be a percentage from 0 to 1000"),
         (["--budget", "1", "--write", "x", "--config-dir", "."], "must be the same folder as"),
     ],

@@ -1,4 +1,4 @@
-"""What the verbs of one run have in common: help pages, and bad input found early."""
+"""The verbs for a single run share help pages, and refuse bad input early."""
 
 import shlex
 import subprocess

@@ -312,7 +312,7 @@ CASES = (
     Case("keras", "no values in the last four rows", edited(blank_end), "line 18: from here to"),
     Case("keras", "cut in the last number", edited(lambda text: text[:-6]),
          "line 21 does not end", refused=False),
-    Case("keras", "a gzip archive that is cut", gzipped, "not a whole gzip archive"),
+    Case("keras", "a gzip archive that is cut", gzipped, "not a complete gzip archive"),
     Case("keras", "decimal and delimiting commas", edited(lambda text: text.replace(".", ",")),
          "cells, the header has"),
     Case("transformers_printed", "cut in the last dictionary",

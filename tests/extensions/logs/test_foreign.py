@@ -144,13 +144,13 @@ def test_what_is_no_log_is_bad_input(tmp_path):
     other = write_csv(tmp_path / "e.csv", "step,loss\n1,3\n")
     (tmp_path / "empty").mkdir()
     for words, reason in (
-        ([f"{log}", f"amp={log}"], "with --scalar give LABEL=PATH"),
-        ([f"={log}", f"amp={log}"], "with --scalar give LABEL=PATH"),
-        (["fp32=", f"amp={log}"], "with --scalar give LABEL=PATH"),
+        ([f"{log}", f"amp={log}"], "with --scalar pass LABEL=PATH"),
+        ([f"={log}", f"amp={log}"], "with --scalar pass LABEL=PATH"),
+        (["fp32=", f"amp={log}"], "with --scalar pass LABEL=PATH"),
         ([f"fp32={log}"], "needs a baseline and at least one other"),
-        ([f"fp32={log}", f"fp32={log}"], "label 'fp32' is given twice"),
+        ([f"fp32={log}", f"fp32={log}"], "label 'fp32' appears twice"),
         ([f"fp32={log}", "amp=nowhere"], "nowhere: no such file"),
-        ([f"fp32={log}", f"amp={tmp_path / 'empty'}"], "holds no log"),
+        ([f"fp32={log}", f"amp={tmp_path / 'empty'}"], "contains no log"),
         ([f"fp32={write_csv(tmp_path / 'b.csv', 'loss,lr')}", f"amp={log}"], "no column 'step'"),
         ([f"fp32={write_csv(tmp_path / 'c.csv', 'step,loss')}", f"amp={log}"], "'loss' is empty"),
         ([f"fp32={write_csv(tmp_path / 'd.csv', '')}", f"amp={log}"], "there are none"),
@@ -230,15 +230,19 @@ def test_seeds_pair_logs_where_every_run_names_its_own(tmp_path):
     twice = named.split(",")[0] + "," + str(curve(tmp_path / "d/seed0.csv", 2.0))
     assert not load_foreign([f"fp32={twice}", f"amp={other}"], "loss").by_seed
     given = ",".join(f"seed{7 + n}:{path}" for n, path in enumerate(plain.split(",")))
-    with raises_line(BadInput, "give the seed of every run, or of none"):
+    with raises_line(BadInput, "name the seed of every run, or of none"):
         load_foreign([f"fp32={named}", f"amp={given}"], "loss")
     base = ",".join(f"seed{n}:{path}" for n, path in enumerate(named.split(",")))
     group, found = arms([f"fp32={base}", f"amp={given}"], "loss")
     assert group.by_seed and [run.seed for run in found["amp"].runs] == [7, 8, 9]
     for words, paired, reason in (
         ([f"fp32={named}", f"amp={plain.rpartition(',')[0]}"], True, "fp32 has 3, amp has 2"),
-        ([f"fp32=seed1:{tmp_path / 'a'}", f"amp={given}"], False, "holds 3 runs"),
-        ([f"fp32={base}", f"amp={given.replace('seed8', 'seed7')}"], False, "given to two runs"),
+        ([f"fp32=seed1:{tmp_path / 'a'}", f"amp={given}"], False, "contains 3 runs"),
+        (
+            [f"fp32={base}", f"amp={given.replace('seed8', 'seed7')}"],
+            False,
+            "two runs have the same seed",
+        ),
     ):
         with raises_line(BadInput, reason):
             load_foreign(words, "loss", paired=paired)
@@ -498,7 +502,7 @@ def test_a_scatter_of_pairs_needs_one_pair(tmp_path, capsys, monkeypatch, pair):
     for name in "abc":
         curve(tmp_path / f"{name}.csv", 2.0)
     words = [f"{label}={paths}" for label, paths in zip(("fp32", "amp"), pair, strict=True)]
-    says = "--pair-sd 0.001: only for one run of the baseline and one of a mode with the same seed"
+    says = "--pair-sd 0.001: needs one run of the baseline and one run of a mode with the same seed"
     refused(capsys, "compare", "--scalar", "loss", *words, "--pair-sd", "0.001", says=says)
 
 

@@ -196,7 +196,7 @@ def test_all_runs_of_an_export_stand_in_one_file(tmp_path):
     assert logs[1].name == f"{export}#amp-0"
     group = load_foreign([f"fp32={export}#amp-0", f"amp={export}#amp-[1-9]"], "loss", step="Step")
     assert [run.path for run in group.arms[0].runs] == [f"{export}#amp-1"]
-    with pytest.raises(BadInput, match="no run of that name; there are fp32-0, amp-0, amp-1"):
+    with pytest.raises(BadInput, match="no run of this name; there are fp32-0, amp-0, amp-1"):
         load_foreign([f"fp32={export}#bf16-*", f"amp={export}#amp-*"], "loss")
     with pytest.raises(BadInput, match="fp32-0: listed twice"):
         load_foreign([f"fp32={export}", f"amp={export}#fp32-0"], "loss")
@@ -237,7 +237,11 @@ def test_folders_of_several_tools_are_runs(tmp_path):
         ("a.csv", "step,loss\n1,2\n2\n", "line 3: 1 cells"),
         ("a.csv", "step,loss\nnan,2\n", "steps must be finite"),
         ("a.csv", b"step,loss\n1,2\xff\n", "not a text file"),
-        ("a.jsonl", '{"step": 1, "loss": 2}\n{"step": \n{"step": 3, "loss": 2}\n', "line 2: not a"),
+        (
+            "a.jsonl",
+            '{"step": 1, "loss": 2}\n{"step": \n{"step": 3, "loss": 2}\n',
+            "line 2: is not a",
+        ),
         ("a.json", '[{"step": 1, "loss": true}]', "record 1: True is not a number"),
         ("a.json", "[1, 2]", "not a list of records"),
         ("a.json", '{"loss": {"values": 5}}', "'loss' must be a list of values"),
@@ -248,7 +252,7 @@ def test_folders_of_several_tools_are_runs(tmp_path):
         ),
         ("a.json", '{"loss": [1, 2], "step": 5}', "'step' must be a list of values"),
         ("a.txt", "1 0.5\n1e999 0.25\n", "steps must be finite"),
-        ("a.log", ":::MLLOG {nothing}\n", "line 1: not an entry of MLPerf"),
+        ("a.log", ":::MLLOG {nothing}\n", "line 1: is not an entry of MLPerf"),
         (
             "a.csv",
             "step;loss\n1;0,5\n2;0.5\n",
@@ -260,10 +264,14 @@ def test_folders_of_several_tools_are_runs(tmp_path):
         ("a.csv", "step;loss\n1 000;0.5\n", "line 2: '1 000' is not a number"),
         ("a.csv", "step;loss\n1'000;0.5\n", 'line 2: "1\'000" is not a number'),
         ("a.csv", "step,loss\n1,0,5\n2,0,4\n", "line 2: 3 cells, the header has 2"),
-        ("a.jsonl", '{"step": 1, "loss": 2}\n{"step": 2, "lo\n', "line 2: not a JSON record"),
-        ("a.log", "{'loss': 1, 'epoch': 1}\n{'loss': <object>}\n", "line 2: not one dictionary"),
-        ("a.csv.gz", zipped(TABLE)[:-9], "not a whole gzip archive"),
-        ("a.csv.gz", TABLE, "not a whole gzip archive"),
+        ("a.jsonl", '{"step": 1, "loss": 2}\n{"step": 2, "lo\n', "line 2: is not a JSON record"),
+        (
+            "a.log",
+            "{'loss': 1, 'epoch': 1}\n{'loss': <object>}\n",
+            "line 2: is not a single dictionary",
+        ),
+        ("a.csv.gz", zipped(TABLE)[:-9], "not a complete gzip archive"),
+        ("a.csv.gz", TABLE, "not a complete gzip archive"),
     ],
 )
 def test_damage_is_told_with_its_place(tmp_path, name, text, reason):
@@ -295,7 +303,7 @@ def test_an_installed_package_adds_a_format(tmp_path, monkeypatch):
         (tmp_path / name).mkdir()
         (tmp_path / name / "a.odd").write_text(f"# odd\n0.5\n{last}\n")
     specs = [f"{name}={tmp_path / name}" for name in ("fp32", "amp")]
-    with pytest.raises(BadInput, match="holds no log"):
+    with pytest.raises(BadInput, match="contains no log"):
         load_foreign(specs, "loss")
     monkeypatch.syspath_prepend(tmp_path / "site")
     announced.cache_clear()
@@ -332,7 +340,7 @@ def test_an_installed_package_adds_a_format(tmp_path, monkeypatch):
         ("a.json", '[{"step": 1,\n"loss": 1, "loss": 2}]', "a record: contains 'loss' twice"),
         ("a.log", "{'loss': 1, 'epoch': 1}\n{'loss': 2, 'epoch': 2, 'loss': 1}\n",
          "line 2: contains a name twice"),
-        ("a.log", "step 1 loss 3\nstep 2 loss 2  loss 1\n", "line 2: loss is 2 and 1: must be one"),
+        ("a.log", "step 1 loss 3\nstep 2 loss 2  loss 1\n", "line 2: loss is 2 and 1: must have one"),  # noqa: E501
         ("a.log", "step 1 loss 3\nstep 2 loss 2\nstep 2 loss 4\n",
          "step 2 has two values, 2 in line 2 and 4 in line 3: there may be two curves of one"),
         ("a.csv", TABLE + "4,9\n10,8\n12,8\n", "line 12: goes back to step 4 after 10, with 2 val"),
@@ -491,7 +499,8 @@ def test_a_folder_of_text_logs_reads_as_its_files_do(tmp_path):
     assert load_foreign(runs, "loss").baseline.runs[0].path.endswith("metrics.json")
     (tmp_path / "amp/valid.log").write_text(lines("step: {s}  loss: {v}"))
     with raises_line(
-        BadInput, "amp/valid.log and s0.log: these may be runs, or parts of one run; name every run"
+        BadInput,
+        "amp/valid.log and s0.log: these may be several runs, or parts of one run; name every run",
     ):
         load_foreign([f"fp32={tmp_path / 'fp32'}", f"amp={tmp_path / 'amp'}"], "loss")
 

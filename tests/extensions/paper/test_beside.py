@@ -25,7 +25,7 @@ SCALERS = {"fp16_master_scaled": "dynamic", "amp": "dynamic"}
 
 @pytest.fixture(autouse=True)
 def records(monkeypatch):
-    """What run.json says of runs that were made without files."""
+    """Return the content of run.json for runs that were made without files."""
     record = {"choices": {}, "samples_per_step": 64, "data": {}}
     monkeypatch.setattr(outcomes, "read_record", lambda path: record)
     return record
@@ -292,7 +292,7 @@ def test_what_is_chosen_after_the_runs_is_said_on_the_page(runs, capsys):
         (["--margin", "0.5"], "--margin: only with RUNS"),
         (["--json"], "--json: only with RUNS"),
         (["outputs", "--json", "--markdown"], "choose one of the two"),
-        (["nowhere"], "'nowhere': neither a path of runs nor key=value"),
+        (["nowhere"], "'nowhere': is neither a path of runs nor key=value"),
         (["fig5"], "did you mean '--only fig5'?"),
     ],
 )

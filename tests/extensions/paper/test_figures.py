@@ -6,7 +6,7 @@ from mprun.extensions.paper.page import _half_ulps
 
 
 def test_half_an_ulp_is_that_of_numpy():
-    """Of the power of two at each exponent, subnormal numbers included."""
+    """Half an ulp is compared at each power of two, subnormal numbers included."""
     for exponent in range(-24, 16):
         half = float(np.spacing(np.float16(2.0**exponent))) / 2
         assert _half_ulps({exponent: 3}) == {int(np.log2(half)): 3}

@@ -1,4 +1,4 @@
-"""What `mprun paper` runs: every row composes, and stands for a result of the paper."""
+"""Every row that `mprun paper` runs composes, and stands for a result of the paper."""
 
 import json
 from collections import Counter

@@ -1,4 +1,4 @@
-"""What speech adds to the tables of the core's tests."""
+"""Speech adds these rows to the tables of the core's tests."""
 
 TINY = [
     "model=deep_speech2",

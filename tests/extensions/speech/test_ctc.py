@@ -78,7 +78,7 @@ def test_what_is_behind_an_utterance_has_no_part():
 
 
 def heard(paths, frames=None):
-    """What greedy decoding makes of the likeliest symbols, as lists."""
+    """Return the greedy decoding of the likeliest symbols, as lists."""
     best = torch.tensor(paths).t()
     frames = torch.tensor(frames or [len(path) for path in paths])
     texts, lengths = greedy(F.one_hot(best, 5).float(), frames)

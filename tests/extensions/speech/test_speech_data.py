@@ -201,7 +201,7 @@ def test_librispeech_that_is_damaged(tmp_path, monkeypatch):
         source(root)
     library.write(flac, np.zeros(100, np.int16), 2 * RATE)
     with raises_line(
-        DamagedData, f"{2 * RATE} samples per second, must be data.sample_rate={RATE}"
+        DamagedData, f"{2 * RATE} samples per second, must have data.sample_rate={RATE}"
     ):
         source(root)
     flac.unlink()
@@ -242,7 +242,7 @@ LINE = {"audio_filepath": "0.wav", "text": "a", "duration": 1}
 FLOATS = struct.pack("<H", 3)
 # What is written to a file of a corpus (a dict: one line of the manifest); what is said of it.
 DAMAGE = [
-    ("train.json", b"{\n", "train.json:1: is no JSON"),
+    ("train.json", b"{\n", "train.json:1: is not JSON"),
     ("train.json", b"[1]\n", "train.json:1: is a list"),
     ("train.json", LINE | {"text": None}, "train.json:1: has no text"),
     ("train.json", LINE | {"duration": "long"}, "train.json:1: duration='long' must be a number"),
@@ -257,11 +257,15 @@ DAMAGE = [
         LINE | {"audio_filepath": "\ud800.wav"},
         "train.json:1: audio_filepath='\\ud800",
     ),
-    ("train.json", b"\n", "train.json: lists no utterance"),
+    ("train.json", b"\n", "train.json: lists no utterances"),
     ("train.json", b"\xff\xfe\x00", "train.json: must be UTF-8 text"),
     ("train.json", LINE | {"text": "xa"}, "train.json:1: 'x' of its text is not in the alphabet"),
     ("train.json", LINE | {"audio_filepath": "x.wav"}, "x.wav cannot be read: No such file"),
-    ("0.wav", {"rate": 2 * RATE}, "0.wav: 16000 samples per second, must be data.sample_rate=8000"),
+    (
+        "0.wav",
+        {"rate": 2 * RATE},
+        "0.wav: has 16000 samples per second, must have data.sample_rate=8000",
+    ),
     ("0.wav", lambda wav: wav[:-100], "0.wav: is cut short"),
     ("0.wav", b"fLaC and so on", "0.wav: must be a WAV file of PCM samples"),
     ("0.wav", {"samples": []}, "0.wav: is cut short, or has no samples"),
@@ -299,12 +303,12 @@ def test_a_later_file_that_is_damaged_is_told_when_it_is_read(tmp_path):
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"alphabet": ""}, "alphabet='': has no character"),
-        ({"alphabet": "aba"}, "alphabet='aba': has 'a' twice"),
+        ({"alphabet": ""}, "alphabet='': contains no character"),
+        ({"alphabet": "aba"}, "alphabet='aba': contains 'a' twice"),
         ({"alphabet_file": "none.txt"}, "alphabet_file=none.txt: cannot be read"),
         ({"train_manifest": "x.json"}, "train_manifest=x.json: no such file"),
-        ({"max_seconds": 0.01}, "max_seconds=0.01: leaves no utterance"),
-        ({"hop_ms": 0.01}, "hop_ms=0.01: too short at sample_rate=8000"),
+        ({"max_seconds": 0.01}, "max_seconds=0.01: leaves no utterances;"),
+        ({"hop_ms": 0.01}, "hop_ms=0.01: is too short at sample_rate=8000"),
     ],
 )
 def test_settings_that_cannot_be(tmp_path, changed, message):

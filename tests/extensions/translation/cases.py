@@ -1,4 +1,4 @@
-"""What sequence to sequence adds to the tables of the core's tests."""
+"""Sequence to sequence adds these rows to the tables of the core's tests."""
 
 from ...helpers import ONE_CORE
 

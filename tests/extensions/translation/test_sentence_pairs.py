@@ -224,11 +224,11 @@ def three_columns(root):
 
 # A file and its new content, or what else is done; the exit code, and what is said.
 DAMAGES = [
-    (("train.de", b"x\ny\n"), 4, "train.de: ends after line 2, but train.en goes on; both must "),
+    (("train.de", b"x\ny\n"), 4, "train.de: ends after line 2, but train.en continues; both must "),
     (("train.de", b"x y\ny\nx \xff\nx\ny\n"), 4, "train.de: not UTF-8 (0xff) at byte 8, line 3"),
     (("valid.en", b""), 4, "valid.en: no words, 0 bytes"),
     (("train.en", b"a " * 600_000), 4, "train.en: line 1 has more than 1048576 characters"),
-    (cut, 4, "train.en.gz: no whole gzip file ("),
+    (cut, 4, "train.en.gz: is not a complete gzip file ("),
     (lambda root: shutil.move(root / "train.en", root / "train.en.gz"), 4, "(Not a gzipped file"),
     (three_columns, 4, "train.tsv: line 2 has 3 columns, must be source, tab, target"),
     (lambda root: (root / "valid.de").unlink(), 2, "no valid split "),
@@ -253,5 +253,5 @@ def test_a_file_that_changes_while_it_is_read_is_noticed(folder):
 
     paths = find_pair_files(folder, "train", ("en", "de"))
     files = [TextFile(path, "0" * 64) for path in paths]
-    with pytest.raises(DamagedData, match="train.*: changed while it was read"):
+    with pytest.raises(DamagedData, match="train.*: was changed while it was read"):
         list(pairs_of(files))

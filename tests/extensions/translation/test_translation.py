@@ -107,7 +107,7 @@ def test_an_evaluation_is_that_of_the_whole_split(build_run):
 
 
 def test_bleu_is_of_the_held_out_sentences(build_run, monkeypatch):
-    """What translates as the data do scores all but the unknown words, what is cut short less."""
+    """A translation as in the data scores all but the unknown words, a shorter one scores less."""
     task = build_run(*SMALL).task
     targets = [target for _, target in task.data.eval_batches()]
     answers = iter([*targets, *(target[:, :3] for target in targets)])

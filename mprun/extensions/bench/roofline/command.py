@@ -56,21 +56,29 @@ def parse(arguments: list[str]) -> Namespace:
     parser.add_argument("--gpu", default="H200", help=f"{', '.join(GPUS)} (H200)")
     add = parser.add_argument
     add("--mode", type=names("--mode"), metavar="A,B",
-        help=f"precision modes, in the order given (those of {','.join(DEFAULT_MODES)} that the "
-        "GPU has); or precision=MODE among the keys")  # fmt: skip
+        help=f"precision modes, in this order (those of {','.join(DEFAULT_MODES)} that the GPU "
+                "supports); or precision=MODE among the keys")  # fmt: skip
     at_most = number("--top", 1, 100, whole=True)
     add("--top", nargs="?", const="10", default=0, type=at_most, metavar="N",
-        help="also the N (10) most expensive kinds of operation of each mode")  # fmt: skip
-    add("--ranks", type=_ranks, metavar="N,M", help="instead: what so many ranks reach on paper")
+        help="also list the N (10) most expensive kinds of operations of each mode")  # fmt: skip
+    add(
+        "--ranks",
+        type=_ranks,
+        metavar="N,M",
+        help="instead: estimate the speed of this many ranks by calculation",
+    )
     add("--link", type=link_of, metavar="LINK",
-        help=f"with --ranks: {', '.join(LINKS)}, or GB/s of each GPU to the others")  # fmt: skip
+        help=f"with --ranks: {', '.join(LINKS)}, or the bandwidth of each GPU to the others in "
+                "GB/s")  # fmt: skip
     add("--json", action="store_true", help="everything as JSON")
     add("--config-dir", metavar="DIR", help="your options, as for a run")
     options = parser.parse(arguments)
     if options.mode is not None:
         if _sets_precision(options):
             given = ",".join(options.mode)
-            raise BadInput(f"--mode {given}: not together with precision=; use one of the two")
+            raise BadInput(
+                f"--mode {given}: is not allowed together with precision=; use one of the two"
+            )
         options.mode = known_modes("--mode", options.mode, options.config_dir)
     _check_ranks(options)
     return options
@@ -84,12 +92,14 @@ def _ranks(text: str) -> list[int]:
 def _check_ranks(options: Namespace) -> None:
     given, link = ",".join(map(str, options.ranks or ())), options.link
     if link is not None and not given:
-        raise BadInput(f"--link {link.name}: goes with --ranks")
+        raise BadInput(f"--link {link.name}: is only allowed with --ranks")
     if given and link is None:
         known = ", ".join(LINKS)
         raise BadInput(f"--ranks {given}: needs --link (allowed: {known}, or GB/s of a GPU)")
     if given and options.top:
-        raise BadInput(f"--top {options.top}: not together with --ranks; use one of the two")
+        raise BadInput(
+            f"--top {options.top}: is not allowed together with --ranks; use one of the two"
+        )
     for count in options.ranks or ():
         nodes_of(count, link)
 
@@ -110,7 +120,7 @@ def counted_modes(options: Namespace, ceilings: Ceilings) -> tuple[list["Counted
         else:
             refused.append(f"Without {mode}: {reason}.")
     if not steps:
-        raise BadInput(f"--gpu {ceilings.name}: has none of the modes; {refused[0]}")
+        raise BadInput(f"--gpu {ceilings.name}: supports none of the modes; {refused[0]}")
     return steps, refused
 
 

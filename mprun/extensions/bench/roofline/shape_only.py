@@ -120,7 +120,9 @@ def _of_own_data(config: schema.RunConfig, data: Any) -> ShapeSource:
         raise BadInput(f"data.factory={data.factory}: {error}") from error
     check_batches(data, task_of(config.model), source, device)
     if source.batches_per_epoch < 1:
-        raise BadInput(f"data.batch_size={data.batch_size}: too large, the data have no full batch")
+        raise BadInput(
+            f"data.batch_size={data.batch_size}: is too large, the data have no full batch"
+        )
     first, second = source.train_batch(0)
     kept = ("channels", "image_size", "frequencies")
     about: dict[str, Any] = {k: v for k, v in source.description.items() if k in kept}
@@ -138,7 +140,7 @@ def _classes(config: schema.RunConfig) -> int:
     if classes is None:
         raise BadInput(
             f"model.num_classes=null: data={data.name} has its classes in files, and a roofline "
-            f"reads no files; give model.num_classes=N"
+            "reads no files; set model.num_classes=N"
         )
     return classes
 
@@ -159,8 +161,8 @@ def _words(config: schema.RunConfig, data: Any, *names: str) -> dict[str, int]:
         words = getattr(data, limit) or getattr(config.model, name, None)
         if words is None:
             raise BadInput(
-                f"model.{name}=null: data={data.name} has its words in files, and a roofline reads "
-                f"no files; give model.{name}=N or data.{limit}=N"
+                f"model.{name}=null: data={data.name} has its words in files, and a roofline "
+                f"reads no files; set model.{name}=N or data.{limit}=N"
             )
         found[name] = padded(words, multiple)
     return found

@@ -52,7 +52,7 @@ def split_words(options: Namespace, parser: Arguments, known: Collection[str] = 
     for word in runs:
         if known and not Path(word).exists():
             allowed = must_be(word, known, "precision")
-            raise BadInput(f"{parser.verb} {word}: neither a folder nor a mode; {allowed}")
+            raise BadInput(f"{parser.verb} {word}: is neither a folder nor a mode; {allowed}")
     if len(runs) > 1:
         parser.error(f"{runs[1]}: a second run directory, only one is allowed")
     options.run = Path(runs[0]) if runs else None
@@ -60,7 +60,9 @@ def split_words(options: Namespace, parser: Arguments, known: Collection[str] = 
 
     for override in options.overrides if runs else ():
         if not is_outside(override):
-            raise BadInput(f"{parser.verb} {runs[0]} {override}: a run has its configuration")
+            raise BadInput(
+                f"{parser.verb} {runs[0]} {override}: a run already has its configuration"
+            )
 
 
 def unfinished(record: Record) -> Record:

@@ -109,7 +109,7 @@ def _options(arguments: list[str]) -> Namespace:
 
     parser = Arguments("advise", _WHAT, _MORE)
     add = parser.add_argument
-    add("words", nargs="*", metavar="RUN|KEY=VALUE", help="a run, or what to train")
+    add("words", nargs="*", metavar="RUN|KEY=VALUE", help="a run directory, or keys of a training")
     most = f"FP32 steps to train ({STEPS}; at most the configuration's number)"
     add("--steps", type=steps("--steps"), metavar="N", help=most)
     probed = "probe the steps divisible by K (a twelfth of the steps)"
@@ -133,7 +133,7 @@ def _options(arguments: list[str]) -> Namespace:
         return options
     if options.every is not None:
         asked = f"--every {options.every}"
-        raise BadInput(f"{asked}: not for {options.run}, whose probes are already taken")
+        raise BadInput(f"{asked}: is not allowed with {options.run}, which has probes")
     if options.steps is not None and not options.check:
         raise BadInput(f"--steps {options.steps}: with a run, only together with --check")
     return options
@@ -143,7 +143,7 @@ def _check_write(options: Namespace) -> None:
     """Refuse, before anything is trained, what could not be written, or not be used together."""
     asked = f"--write {options.write}"
     if options.budget is None:
-        raise BadInput(f"{asked}: only with --budget X")
+        raise BadInput(f"{asked}: is only allowed with --budget X")
     if options.config_dir not in (None, options.write):
         raise BadInput(f"{asked}: must be the same folder as --config-dir, {options.config_dir}")
     if (path := _mode_path(options)).exists():
@@ -177,7 +177,7 @@ def advise_run(
         why, numerics = "train it with numerics=probes", plain.get("numerics") or {}
         if numerics.get("probes"):
             why = f"step {numerics['every']} would have the first"
-        raise refused("advise", directory, record, f"no probes there: {why}")
+        raise refused("advise", directory, record, f"the run has no probes: {why}")
     tell_switch(config_from_record(plain, given).precision)
     matmul = plain["precision"].get("matmul") or {}
     formats = [matmul.get(operand) for operand in ("input", "weight", "grad_output")]
@@ -299,7 +299,7 @@ def _measure(options: Namespace, base: list[str]) -> tuple[Path, int, "CastAdvic
     dropped = [o for o in options.overrides if o not in base and o not in place]
     for override in dropped:
         if _key(override) == "resume":
-            raise BadInput(f"{override}: not with advise; pass the run directory alone")
+            raise BadInput(f"{override}: is not allowed with a run; pass the run directory alone")
     asked = compose_config(options.overrides, options.config_dir).config  # still valid
     tell_switch(asked.precision)
     scale = asked.scaler.scale or asked.scaler.init_scale or 1.0

@@ -105,7 +105,11 @@ def main(arguments: list[str]) -> int:
     what = "a run; its data.factory=, model.factory=, and the data.root= that it shall read"
     add("words", nargs="*", metavar="RUN|NAME=VALUE", help=what)
     add("--json", action="store_true", help="everything as JSON")
-    add("--no-cures", action="store_true", help="only look for the cause")
+    add(
+        "--no-cures",
+        action="store_true",
+        help="only look for the cause, without trying changes",
+    )
     most = "of a run that is done: train its first N steps (400, as far as the seconds allow)"
     add("--steps", type=number("--steps", 1, MAX_STEPS, "a number of steps", whole=True),
         metavar="N", help=most)  # fmt: skip

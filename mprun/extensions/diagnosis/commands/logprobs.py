@@ -100,7 +100,7 @@ def _options(arguments: list[str]) -> Namespace:
     softmax = "log-softmax in FP32, or as the mode computes it: in the format of its logits (fp32)"
     add("--log-softmax", choices=["fp32", "mode"], default="fp32", help=softmax)
     add("--json", action="store_true", help="everything as JSON")
-    add("--config-dir", metavar="DIR", help="your modes and options, as for a run")
+    add("--config-dir", metavar="DIR", help="your own modes and options, as for a run")
     options = parser.parse(arguments)
     split_words(options, parser, list(modes(options.config_dir)))
     options.sides = _sides(parser, options.named, options.batch or [BATCH], options.pad or [0])
@@ -136,9 +136,13 @@ def _configs(options: Namespace, wanted: Iterable[str]) -> dict[str, RunConfig]:
     for override in own:
         group = override.lstrip("+~").partition("=")[0].partition(".")[0]
         if group in ("precision", "scaler"):
-            raise BadInput(f"logprobs {override}: a mode is one word, as in mprun logprobs amp")
+            raise BadInput(
+                f"logprobs {override}: a mode is a single word, as in mprun logprobs amp"
+            )
         if group == "resume":
-            raise BadInput(f"logprobs {override}: pass the run directory alone")
+            raise BadInput(
+                f"logprobs {override}: is not allowed with a run; pass the run directory alone"
+            )
     given = vouched(own, options.config_dir)
     recorded: dict = {}
     if run is not None:
@@ -147,7 +151,7 @@ def _configs(options: Namespace, wanted: Iterable[str]) -> dict[str, RunConfig]:
         refuse_older_state(f"logprobs {run}", record)
         if not (run / "checkpoints").is_dir():
             hint = "train it with train.checkpoint_every=N"
-            raise BadInput(f"logprobs {run}: no checkpoint there; {hint}")
+            raise BadInput(f"logprobs {run}: has no checkpoint; {hint}")
         recorded = read_config(run)
     found = {}
     for mode in wanted:
@@ -178,7 +182,7 @@ def _computed(
     if run is not None:
         kept = checkpoint.load_newest(run / "checkpoints", torch.device("cpu"))
         if kept is None:
-            raise BadInput(f"logprobs {run}: no checkpoint there")
+            raise BadInput(f"logprobs {run}: has no checkpoint")
     found: dict[Side, Tensor] = {}
     products = {}
     # One mode after the other: the flags of FP32 products are process-wide.
@@ -221,11 +225,11 @@ def _put(built: "Built", state: dict, run: Path) -> None:
 
     recorded = read_record(run).get("data", {}).get("sha256")
     if recorded not in (None, built.data.sha256):
-        raise BadInput(f"logprobs {run}: the data are not those that the run began with")
+        raise BadInput(f"logprobs {run}: the data differ from the data at the start of the run")
     try:
         transplant(built, state["task"])
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
-        raise Damaged(f"{run / 'checkpoints'}: not the state of this run ({error})") from error
+        raise Damaged(f"{run / 'checkpoints'}: is not the state of this run ({error})") from error
 
 
 def _as_text(about: dict, results: "list[Row]") -> list[str]:
