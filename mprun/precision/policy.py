@@ -11,10 +11,12 @@ unpinned "FP32" baseline is not FP32 (torch documentation, CUDA semantics). Flag
 one run, one process.
 """
 
+import copy
 import operator
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -340,7 +342,12 @@ def option(group: str, name: str, folder: Path | None = None) -> dict[str, Any]:
         known = ", ".join(sorted(path.stem for path in folder.glob("*.yaml")))
         what = "precision mode" if group == "precision" else group
         raise ValueError(f"{what} {name!r}: must be one of {known}")
-    return yaml.safe_load(path.read_text(encoding="utf-8"))
+    return copy.deepcopy(_parsed(path.read_text(encoding="utf-8")))
+
+
+@cache
+def _parsed(text: str) -> dict[str, Any]:
+    return yaml.safe_load(text)
 
 
 # In torch.backends; the CPU's are "mkldnn".
