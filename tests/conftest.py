@@ -78,17 +78,33 @@ def pytest_sessionfinish():
 
 
 def _mark_the_rest_slow(items):
-    """``@pytest.mark.few(n)``: n of its cases, evenly spread, are in the default run."""
+    """``@pytest.mark.few(n)``: n of its cases, evenly spread, are in the default run.
+
+    ``@pytest.mark.few``: as many as show each value of each parameter.
+    """
     cases = defaultdict(list)
     for item in items:
         if item.get_closest_marker("few") and not item.get_closest_marker("slow"):
             cases[item.function].append(item)
     for own in cases.values():
-        few = own[0].get_closest_marker("few").args[0]
-        kept = {round(place * (len(own) - 1) / max(1, few - 1)) for place in range(few)}
-        for place, item in enumerate(own):
-            if place not in kept:
-                item.add_marker(pytest.mark.slow)
+        number = own[0].get_closest_marker("few").args
+        for item in {*own} - ({*_spread(own, *number)} if number else {*_each_value(own)}):
+            item.add_marker(pytest.mark.slow)
+
+
+def _spread(cases, number):
+    last = len(cases) - 1
+    return [cases[round(place * last / max(1, number - 1))] for place in range(number)]
+
+
+def _each_value(cases):
+    """Yield the case with most values that no other one had, until there is none."""
+    values = {case: {*enumerate(case.callspec._idlist)} for case in cases}
+    left = set().union(*values.values())
+    while left:
+        case = max(cases, key=lambda one: len(values[one] & left))
+        left -= values[case]
+        yield case
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -222,6 +222,7 @@ NO_MEMORY = [
 
 
 @pytest.mark.parametrize(("error", "told"), NO_MEMORY)
+@pytest.mark.few(5)
 def test_memory_that_ends_while_training_is_5(error, told, tmp_path, monkeypatch, capsys):
     def advance(*_):
         raise error
@@ -298,6 +299,7 @@ SIGNALS += [(signal.SIGUSR2, 75), (signal.SIGXCPU, 75), (signal.SIGALRM, 75)]
 
 
 @pytest.mark.parametrize(("number", "code"), SIGNALS)
+@pytest.mark.few(2)
 def test_a_signal_stops_at_a_step_with_a_checkpoint(number, code, tmp_path, monkeypatch, capfd):
     """Sent to this process, from within its third step: the step is ended first."""
     folder, show = tmp_path / "r", Progress.show

@@ -224,6 +224,7 @@ TYPED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shell", SHELLS)
 @pytest.mark.few(1)
 def test_a_shell_completes(shell, tmp_path_factory):

@@ -163,6 +163,7 @@ def test_other_data_are_refused_on_resume(folder, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.few(1)
 def test_a_damaged_file_is_4_and_named(folder, tmp_path, capsys, workers):
     # Of the second batch of seed 0, so that the run has begun.
     number = EpochOrder(0, 24, 4, torch.device("cpu")).indices(1)[0].item()

@@ -157,6 +157,7 @@ NEEDED = {
 
 
 @pytest.mark.parametrize("name", mostly_slow(RUNS, "own", "diverged"))
+@pytest.mark.few(1)
 def test_each_command_for_a_run_of_mprun_works(name, made, capsys, monkeypatch):
     monkeypatch.setenv("SPOILT_WITH", "nan")
     if name in ("done", "beside"):
@@ -176,6 +177,7 @@ def test_each_command_for_a_run_of_mprun_works(name, made, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("name", mostly_slow(SCRIPTS, "diverged", "bad losses"))
+@pytest.mark.few(1)
 def test_each_command_for_a_run_of_a_script_works(name, made, capsys):
     if name in ("done", "beside"):
         made.script("done"), made.script("beside")

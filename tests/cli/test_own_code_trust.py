@@ -154,7 +154,7 @@ def test_names_in_the_user_s_own_option_files_count(folder, capsys):
 
 
 @pytest.mark.parametrize("place", ["run", "data", "experiment/run"])
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_a_run_below_the_config_dir_does_not_vouch_for_itself(place, edited, capsys):
     # As it comes, say, out of somebody's archive: with option files of its own.
     for override in BAD:

@@ -147,6 +147,7 @@ def test_a_mode_may_build_on_another(tmp_path):
         ("overrides: {fc: fp64}", "overrides.fc=fp64|fp32, fp16, bf16"),
     ],
 )
+@pytest.mark.few(3)
 def test_what_no_mode_can_be_is_refused_by_key_and_value(line, words, tmp_path):
     (tmp_path / "precision").mkdir()
     (tmp_path / "precision" / "bad.yaml").write_text(line + "\n")

@@ -59,6 +59,7 @@ def edit(run: Path, **data) -> None:
 @pytest.mark.parametrize(
     "arguments", with_extensions("RUNS_CODE", [["resume=run", "train.steps=6"]])
 )
+@pytest.mark.few(3)
 def test_a_record_can_make_no_command_read_or_write_elsewhere(arguments, run, folder, capsys):
     edit(run, cache=str(folder / "elsewhere"))
     line = refused(capsys, *arguments, ROOT)
@@ -148,7 +149,7 @@ ODD += ["a, b", "a:b\\c", "*?!", "true", "1e3", "~x", "'a'b", "new\nline", " bla
 
 
 @pytest.mark.parametrize("name", ODD)
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_a_path_may_hold_any_character(name, folder, capsys):
     """Make, continue and show a run with such paths of data, cache, run and options."""
     for part in ("data", "cache", "options/experiment"):

@@ -63,6 +63,7 @@ def test_a_table_asks_each_row_a_fixed_number_of_times(monkeypatch):
     assert asked["emulated"] <= 6 * len(made.rows)
 
 
+@pytest.mark.slow
 def test_many_configurations_share_the_figures_and_the_page_says_so(tmp_path):
     one = group(seeds=1, steps=100)
     groups = [replace(one, slug=f"lr{n}", rows=one.rows[-1:]) for n in range(28)]

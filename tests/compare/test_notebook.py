@@ -281,6 +281,7 @@ def test_a_notebook_shows_tables_and_figures(study, tmp_path):
     assert len(list(page(runs).iter("tr"))) == 10 and len(list(page(runs[0]).iter("tr"))) == 2
 
 
+@pytest.mark.slow
 def test_what_compares_imports_no_torch_and_the_rest_when_it_is_needed(study):
     """In one process: from the package, which loads nothing, to the command with all it writes."""
     program = """

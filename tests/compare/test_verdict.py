@@ -46,6 +46,7 @@ def verdict_of(own: Arm, base: Arm, question=LOSS, **more):
         (5.0, "worse"),
     ],
 )
+@pytest.mark.few(5)
 def test_shifted_curves(shift, name):
     verdict = verdict_of(shifted(shift), made_arm(FP32))
     assert verdict.name == name

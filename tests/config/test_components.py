@@ -136,6 +136,7 @@ def test_an_installed_package_adds_an_optimizer_a_scaler_and_a_mode(command, tmp
         ("precision", "defaults: [/schema/precision/bits@_here_]"),
     ],
 )
+@pytest.mark.few(1)
 def test_an_option_with_the_schema_of_another_is_refused(command, tmp_path, group, text):
     other = tmp_path / "own" / group / "other.yaml"
     other.parent.mkdir(parents=True)

@@ -202,6 +202,7 @@ def test_the_table_is_complete():
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.few(8)
 def test_values_are_those_of_the_source(recipe):
     config = composed(recipe)
     for text in RECIPES[recipe].split():

@@ -53,6 +53,7 @@ def defined(index, batch_size, sequence_length):
 @pytest.mark.parametrize(
     ("batch_size", "sequence_length"), [(4, 5), (1, 1), (1, 103), (103, 1), (7, 3), (3, 34)]
 )
+@pytest.mark.few
 def test_as_from_memory_in_any_order(files, monkeypatch, batch_size, sequence_length, block_tokens):
     monkeypatch.setattr(token_streams, "BLOCK_TOKENS", block_tokens)
     sizes = (batch_size, sequence_length, 3, "cpu")

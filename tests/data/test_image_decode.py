@@ -154,6 +154,7 @@ def test_numbers_without_a_known_range():
 
 @pytest.mark.parametrize("kind", ORDINARY)
 @pytest.mark.parametrize("share", [0.1, 0.4])
+@pytest.mark.few(12)
 def test_truncated_files(kind, share):
     content = ORDINARY[kind]
     with pytest.raises(DamagedData, match="^x.jpg: "):

@@ -55,7 +55,7 @@ def read_by_ranks(source, world, count):
 
 
 @pytest.mark.parametrize("make", SOURCES, indirect=True)
-@pytest.mark.few(6)
+@pytest.mark.few(3)
 def test_no_sample_is_taken_twice_or_left_out(make, monkeypatch):
     taken, samples, indices = {}, 0, EpochOrder.indices
 

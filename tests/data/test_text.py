@@ -100,6 +100,7 @@ def test_training_batches_against_the_text_itself():
 
 @pytest.mark.parametrize("sequence_length", [1, 5, 7, 100])
 @pytest.mark.parametrize("held_out", [EVAL_STREAMS + 1, 40, 1000])
+@pytest.mark.few
 def test_evaluation_predicts_every_token_once(held_out, sequence_length):
     source = numbered(n=500, held_out=held_out, batch_size=3, sequence_length=sequence_length)
     batches = list(source.eval_batches())

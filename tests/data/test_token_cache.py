@@ -58,6 +58,7 @@ def test_an_entry_is_found_by_its_key_alone(cache):
         lambda path: path.with_suffix(".json").write_bytes(b""),
     ],
 )
+@pytest.mark.few(9)
 def test_damage_is_noticed_and_repaired(cache, monkeypatch, damage, above):
     monkeypatch.setattr(cache_module, "REMEMBERED_ABOVE", above)
     monkeypatch.setattr(cache_module, "_SETTLED_NS", -1)

@@ -65,6 +65,7 @@ def differing(cases, alone, ranks):
     return [one for one in found if "digests" not in one or "of rank 0 of" in one]
 
 
+@pytest.mark.slow
 def test_two_ranks_are_one(tmp_path):
     four = "train.accumulate=4"
     cases = {"fp16_master_scaled clipped": case(*SCALED, "train.clip_norm=0.1", four)}

@@ -82,6 +82,7 @@ def own_code(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("mode", ON_A_CPU)
+@pytest.mark.few(4)
 def test_the_record_of_every_mode_says_what_was_computed(tmp_path, mode):
     assert run(tmp_path / "run", *TINY_GPT, f"precision={mode}", "train.steps=5") in (0, 3)
     audit = record_of(tmp_path / "run")["audit"]
@@ -101,7 +102,7 @@ def test_the_record_of_every_mode_says_what_was_computed(tmp_path, mode):
 @pytest.mark.parametrize(
     "task", [t for t in SMALL if t not in ("batch_norm", "dropout")] + ["transformer in parts"]
 )
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 def test_watched_steps_compute_the_same_bits(build_run, task, mode):
     name, _, in_parts = task.partition(" in ")
     words = [*SMALL[name], f"precision={mode}", "train.steps=20"]
@@ -168,6 +169,7 @@ def test_a_contradiction_in_every_step_is_refused_before_the_run(tmp_path, own_c
 
 
 @pytest.mark.parametrize("mode", ["bf16_stochastic", "amp", "fp8_tensorwise"])
+@pytest.mark.few(1)
 def test_an_arm_of_which_overrides_leave_nothing_is_a_control(tmp_path, capsys, mode):
     """It is said at step 1, and the run goes on to its end."""
     words = [*TINY_GPT, f"precision={mode}", "precision.overrides.*=fp32", "train.steps=2"]

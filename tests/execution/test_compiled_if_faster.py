@@ -85,6 +85,7 @@ def is_plain(built):
 
 
 @pytest.mark.parametrize("task", ["gan", "transformer"])
+@pytest.mark.few(1)
 def test_eager_wins(build_run, compiler, capsys, task):
     """A gain within the noise of the clock is none."""
     used, steps = compiler(), DECIDED_AT + 3
@@ -147,6 +148,7 @@ def test_a_graph_that_would_save_nothing_is_left_out(build_run, compiler):
 
 # Of a GAN the discriminator has been updated by then.
 @pytest.mark.parametrize(("task", "call"), [("transformer", 1), ("gan", 4)])
+@pytest.mark.few(1)
 def test_what_cannot_be_compiled_stays_eager_with_the_same_bits(
     build_run, compiler, capsys, task, call
 ):
@@ -271,6 +273,7 @@ RUN = [*SMALL["transformer"], *ONE_CORE, "optim.schedule=constant", "train.check
 
 
 @pytest.mark.parametrize("wins", ["compiled", "eager"])
+@pytest.mark.few(1)
 def test_a_record_keeps_the_form_for_a_resume(tmp_path, compiler, as_on_a_gpu, wins):
     used, directory = compiler(), tmp_path / "run"
     times = (10.0, 5.0 if wins == "compiled" else 10.0)
@@ -286,6 +289,7 @@ def test_a_record_keeps_the_form_for_a_resume(tmp_path, compiler, as_on_a_gpu, w
     assert used.calls - before == (3 if wins == "compiled" else 0)
 
 
+@pytest.mark.slow
 def test_a_signal_in_the_step_that_compiles_loses_no_step(tmp_path, compiler, as_on_a_gpu):
     whole, directory = tmp_path / "whole", tmp_path / "run"
     assert run(whole, *RUN, "train.steps=24", "train.compile=off", "train.log_every=1") == 0

@@ -83,6 +83,7 @@ def test_a_checkpoint_of_replayed_steps_continues_in_another_run(build_run, task
 
 
 @pytest.mark.parametrize("task", ["language_model", "reconstruction"])
+@pytest.mark.few(1)
 def test_going_back_and_eager_steps_between_replays(build_run, task):
     """As a replay of a failure does: state restored into the same run, steps outside."""
     eager, expected, built = pair(build_run, *SMALL[task], "precision=fp16_master_scaled")

@@ -170,6 +170,7 @@ def test_a_run_records_how_its_steps_were_executed(tmp_path, capsys):
         ),
     ],
 )
+@pytest.mark.few(4)
 def test_where_measured_times_decide_on_a_compilation(overrides, reason):
     config = compose_config([*overrides, "device=cuda"]).config
     found = why_not_measured(config, "cuda")

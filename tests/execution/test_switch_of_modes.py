@@ -117,6 +117,7 @@ def stopped_at(straight, folder, step):
 
 
 @pytest.mark.parametrize("step", [AT - 1, AT, AT + 1])
+@pytest.mark.few(1)
 def test_a_resume_on_both_sides_changes_no_bit(straight, step, tmp_path, capsys):
     resumed = stopped_at(straight, tmp_path / "run", step)
     assert main([f"resume={resumed}"]) == 0

@@ -69,6 +69,7 @@ def executed(script, tmp_path):
     return run
 
 
+@pytest.mark.slow
 def test_compiled_steps_win_and_are_captured(executed):
     found = executed("gpt", "precision=fp16_master_scaled")
     assert found["compile"] == "on: 5 ms a step, eager 10 ms" and found["compile_s"] >= 0

@@ -130,7 +130,7 @@ PROBED = [(model, mode) for mode in ("fp16_master_scaled", "amp_bf16")
 
 
 @pytest.mark.parametrize(("model", "mode"), [*PROBED, *(("gpt", mode) for mode in NARROW)])
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_probes_and_shadow_steps(device, tmp_path, model, mode):
     """Probes read the device where they are due; the steps between them wait for nothing."""
     overrides = [*MODELS[model], f"precision={mode}", "train.steps=7", "numerics=probes"]

@@ -50,7 +50,7 @@ def answer():
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 def test_script_in_every_mode(script, mode, tmp_path):
     found = script(SCRIPT.format(mode=mode, folder=str(tmp_path / "runs")))
     assert "error" not in found, found["trace"]
@@ -170,7 +170,7 @@ return {{"steps": mprun.state_of(optimizer).steps}}
         *("int8_rowwise", "qat_int8", "qat_nvfp4", "fp8_rowwise"),
     ],
 )
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 def test_experts_in_todays_recipes(script, mode):
     """Their casts and products run on a device, for layers and for 3-D weights."""
     found = script(EXPERTS.format(mode=mode))

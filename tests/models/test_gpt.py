@@ -122,6 +122,7 @@ def by_the_equations(model, ids, norm="layer", mlp="gelu", **_):
 
 
 @pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS)
+@pytest.mark.few(4)
 def test_equals_the_equations(options):
     model = small(**options).double()
     logits, state = model(tokens())
@@ -133,6 +134,7 @@ def test_equals_the_equations(options):
 
 
 @pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS)
+@pytest.mark.few(3)
 def test_a_later_token_changes_nothing_before_it(options):
     model, ids = small(**options), tokens()
     changed = ids.clone()
@@ -143,6 +145,7 @@ def test_a_later_token_changes_nothing_before_it(options):
 
 
 @pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS)
+@pytest.mark.few(3)
 def test_a_shorter_window_is_the_beginning_of_a_longer_one(options):
     model = small(**options)
     whole, part = model(tokens())[0], model(tokens()[:4])[0]

@@ -94,6 +94,7 @@ MAPS = {
 
 
 @pytest.mark.parametrize("name", INCEPTION)
+@pytest.mark.few(1)
 def test_maps_are_the_published_ones(name):
     size, expected = MAPS[name]
     found = []

@@ -87,6 +87,7 @@ def test_stochastic_rounding_has_no_bias(share):
     ids=lambda x: getattr(x, "__name__", ""),
 )
 @pytest.mark.parametrize("scale", [None, 64.0])
+@pytest.mark.few(3)
 def test_wanted_is_what_fp32_masters_do(rule, settings, scale):
     """The same weights and gradients: what masters move by in FP32, to its rounding."""
     draw = torch.Generator().manual_seed(0)
@@ -153,7 +154,7 @@ def test_micro_batches_and_clipping_are_in_what_is_wanted(build_run, model):
 
 
 @pytest.mark.parametrize("mode", ["bf16_stochastic", "bf16_naive", "bf16_kahan"])
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_the_meter_changes_nothing_of_a_run(build_run, tmp_path, mode):
     runs = []
     for every in (0, 2):

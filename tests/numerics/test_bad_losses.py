@@ -58,6 +58,7 @@ def test_the_end_of_the_run_show_and_compare_tell_it(tmp_path, monkeypatch, caps
     assert told in " ".join(capsys.readouterr().out.split())
 
 
+@pytest.mark.slow
 def test_a_source_that_refuses_to_go_back_takes_no_outcome(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("SPOILT_WITH", "nan")
     words = [word.replace("spoilt_data:data", "spoilt_data:stream") for word in RUN]
@@ -69,6 +70,7 @@ def test_a_source_that_refuses_to_go_back_takes_no_outcome(tmp_path, monkeypatch
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_either_loss_of_a_gan_counts(tmp_path):
     def spoil(index, batch):
         images, *rest = batch
@@ -79,6 +81,7 @@ def test_either_loss_of_a_gan_counts(tmp_path):
     assert list(record_of(folder)["bad_batches"]) == ["5"]
 
 
+@pytest.mark.slow
 def test_sound_skips_are_as_they_were(tmp_path, capsys):
     """2^24 is too large a scale for the gradients, not for the loss."""
     fp32 = [word for word in RUN if word != "precision=amp"]

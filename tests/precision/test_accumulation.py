@@ -29,6 +29,7 @@ def batch():
     ids=["none", "1000", "dynamic"],
 )
 @pytest.mark.parametrize("micro_batches", [1, 2, 8, 24])
+@pytest.mark.few
 def test_micro_batches_are_one_batch(scale, micro_batches):
     inputs, labels = batch()
     exact = network(activation=nn.Tanh).double()

@@ -75,6 +75,7 @@ def seen(mode, overrides=None, norm=None):
 
 
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.few(9)
 def test_what_a_module_receives_in_each_mode(mode):
     half = F16 if "fp16" in mode or mode == "amp" else torch.bfloat16
     half = F32 if mode in ("fp32", "tf32") else half

@@ -283,6 +283,7 @@ def test_small_terms_survive_in_a_tree_and_in_fp32():
     assert found == {"rank": 2048, "ring": 2064, "tree": 2062, "fp32": 2064}
 
 
+@pytest.mark.slow
 def test_stock_ddp_and_its_compression_divide_before_in_fp16(of_ranks):
     for name, dtype in (("stock", F16), ("compressed", F32)):
         each = [gradients(rank, dtype) for rank in range(2)]

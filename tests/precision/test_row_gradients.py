@@ -45,6 +45,7 @@ def without_a_wait(gradient):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(("count", "rows"), [(1, 9), (7, 9), (40, 60), (40, 9), (9, 9)])
 @pytest.mark.parametrize("shape", [(), (3,)])
+@pytest.mark.few
 def test_each_row_is_added_in_order_and_others_are_zeros(dtype, count, rows, shape):
     torch.manual_seed(count + rows)
     ids, values = torch.randint(rows, (count,)), torch.randn(count, *shape).to(dtype)

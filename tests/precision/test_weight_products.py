@@ -115,6 +115,7 @@ def named(mode, *patterns):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("how", ["loop", "grouped", "picked"])
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.few
 def test_an_expert_is_a_linear_layer(mode, how, dtype):
     """Expert 2 has no row: its gradients are zeros, or none in a loop that leaves it out."""
     torch.manual_seed(0)
@@ -264,6 +265,7 @@ BATCHES = {
 
 @pytest.mark.parametrize("form", BATCHES)
 @pytest.mark.parametrize("mode", ["fp8_tensorwise", "mxfp8"])
+@pytest.mark.few
 def test_forms_of_experts(form, mode):
     torch.manual_seed(0)
     take, size, given = BATCHES[form]
@@ -372,6 +374,7 @@ def trained(mode, wrap=lambda model: model, how="loop", native=True):
 
 
 @pytest.mark.parametrize("mode", ["fp8_rowwise", "nvfp4"])
+@pytest.mark.few(1)
 def test_experts_are_trained_in_a_script(mode):
     """Every form ends with the same bits, but for random ones and the order of sums of rows."""
     found, calls = trained(mode, native=False)

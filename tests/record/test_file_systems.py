@@ -117,7 +117,7 @@ def test_a_checkpoint_that_is_not_on_the_disk_is_none(folders, failing, tmp_path
 
 @pytest.mark.parametrize("name", STAY)
 @pytest.mark.parametrize("call", ["rename", "rmdir", "unlink"])
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 def test_an_old_checkpoint_that_stays_ends_no_run(call, name, failing, tmp_path, capsys):
     """The run can be resumed: what stays is whole, or does not look like a checkpoint."""
     folder = tmp_path / "run"

@@ -123,6 +123,7 @@ def test_a_run_with_fewer_keys_is_resumed(other):
 
 
 @pytest.mark.parametrize("after", ["mprun.training.run.attempt", CONFIG_WRITER])
+@pytest.mark.few(1)
 def test_a_resume_that_ends_before_its_record_is_whole_can_be_repeated(other, monkeypatch, after):
     """Two files tell the configuration, and a process may be killed between them."""
 

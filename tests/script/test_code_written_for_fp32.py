@@ -96,6 +96,7 @@ def trained(model, mode, steps=4, **options):
 
 @pytest.mark.parametrize("kind", MODELS, ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("mode", CASTS)
+@pytest.mark.few
 def test_an_operation_with_fp32_beside_16_bits_computes_in_16_bits(mode, kind):
     """It trains as in FP32 but for rounding, and says which operation once, with the cure."""
     torch.manual_seed(0)
@@ -155,6 +156,7 @@ def spectral_loss(mode, compute, **options):
 @pytest.mark.filterwarnings("ignore:ComplexHalf|BComplex32|Casting complex|A window")
 @pytest.mark.parametrize("operation", LACKING)
 @pytest.mark.parametrize("mode", HALVES)
+@pytest.mark.few
 def test_an_operation_that_16_bits_lack_is_named_with_its_cures(mode, operation):
     """In the call or, of a rectangular STFT in FP16, in the backward pass."""
     compute = LACKING[operation]

@@ -88,10 +88,9 @@ def test_a_model_is_one_graph(mode):
     assert counter.frame_count == 2
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    "mode", ["fp16_master_scaled", pytest.param("fp8_delayed", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("mode", ["fp16_master_scaled", "fp8_delayed"])
 def test_equal_blocks_share_a_graph(mode):
     """Also what they write is their own: statistics, the largest magnitudes of delayed scales."""
     counter = graphs()
@@ -109,6 +108,7 @@ def test_equal_blocks_share_a_graph(mode):
 
 
 @pytest.mark.parametrize("kind", [Writing, Mixed])
+@pytest.mark.few(1)
 def test_what_a_call_needs_help_for_is_not_compiled(kind):
     """A compiler does not see what serves it; a line says so."""
     counter = graphs()

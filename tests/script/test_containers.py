@@ -139,6 +139,7 @@ def trained(model, mode, call):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.few
 def test_tensors_in_an_object_are_those_of_a_tuple(mode, kind):
     kept = kind(torch.ones(6, 8), EDGES)
     model = OfObject()
@@ -175,6 +176,7 @@ class Policy(nn.Module):
 
 # Its only linear layer is its output, which modes of 8 bits leave out.
 @pytest.mark.parametrize("mode", [mode for mode in MODES if get_policy(mode).matmul is None])
+@pytest.mark.few(4)
 def test_a_distribution_is_of_fp32_with_unscaled_gradients(mode):
     """As of the mean and the spread that a model returns, from which the script makes it."""
 

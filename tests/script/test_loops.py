@@ -17,7 +17,9 @@ COMPILED = {name for name in LOOPS if name.startswith("compile")} - {"compile_af
 def cases():
     for name in LOOPS:
         for mode in sorted(ALL, key=lambda mode: (mode not in TWO, mode)):
-            slow = mode not in TWO or name in COMPILED
+            # Optimizers and schedules run as they are, whatever the mode.
+            as_it_is = mode == "fp32" and name.startswith(("optimizer_", "schedule_"))
+            slow = mode not in TWO or name in COMPILED or as_it_is
             yield pytest.param(name, mode, marks=[pytest.mark.slow] if slow else [])
 
 
@@ -43,6 +45,7 @@ def idle(model, optimizer, mode, **_):
 
 
 @pytest.mark.parametrize("mode", sorted(ALL))
+@pytest.mark.few(5)
 def test_a_wrong_engine_is_found_out(mode):
     assert not fault("basic", "fp32", outcome("basic", "fp32", idle))
     assert (mode == "fp32") != bool(fault("basic", mode, outcome("basic", mode, idle)))

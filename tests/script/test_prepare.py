@@ -60,6 +60,7 @@ def test_a_part_that_is_computed_anew_changes_no_bit(mode):
 
 
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.few(4)
 def test_looks_as_it_did(mode):
     model = net()
     before = dict(model.named_parameters()), list(model.state_dict())
@@ -80,6 +81,7 @@ def test_looks_as_it_did(mode):
 
 
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.few(4)
 def test_eval_computes_with_the_master_weights_in_fp32(mode):
     model, optimizer = prepared(mode)
     train(model, optimizer)
@@ -100,6 +102,7 @@ class Drifting(Net):
 
 
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.few(4)
 def test_inference_mode_computes_what_no_grad_does(mode):
     found = []
     for without_gradients in (torch.no_grad, torch.inference_mode):
@@ -185,6 +188,7 @@ def test_a_checkpoint_continues_bit_for_bit_and_loads_into_plain_objects():
 
 
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.few(4)
 def test_pickled_it_is_the_plain_model_that_loads_with_weights_only(mode):
     model, optimizer = prepared(mode, nn.Sequential(nn.Linear(4, 4), nn.LSTM(4, 4)))
     model(torch.randn(2, 3, 4))[0].sum().backward()
@@ -369,6 +373,7 @@ def test_a_first_layer_in_fp32_is_no_moved_model(mode):
 
 
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.few(4)
 def test_a_state_made_like_the_parameters_is_taken_in_training_and_evaluation(mode):
     model, optimizer = prepared(mode, nn.LSTM(4, 4))
     state = tuple(next(model.parameters()).new_zeros(1, 2, 4) for _ in "hc")
@@ -406,6 +411,7 @@ def test_what_a_script_itself_keeps_in_the_model_is_not_scaled(mode):
 
 
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.few(4)
 def test_a_loss_with_weights_of_classes_keeps_them_in_fp32(mode):
     weight = torch.tensor([1.0, 1 / 3, 0.1, 0.7])  # of which 16 bits would be others
     model = nn.ModuleDict({"net": nn.Linear(8, 4), "loss": nn.CrossEntropyLoss(weight.clone())})
@@ -470,6 +476,7 @@ def test_an_optimizer_is_not_skipped_for_an_overflow_of_another():
 @pytest.mark.parametrize("make", [torch.optim.AdamW, muon], ids=["adamw", "muon"])
 @pytest.mark.parametrize("state_dtype", [None, "dynamic8", "fp8"])
 @pytest.mark.parametrize("mode", ["bf16_stochastic", "bf16_kahan"])
+@pytest.mark.few
 def test_a_prepared_optimizer_goes_on_bit_for_bit(mode, state_dtype, make):
     policy = dataclasses.replace(get_policy(mode), state_dtype=state_dtype)
 

@@ -32,6 +32,7 @@ def step_in_a_script(built):
 
 
 @pytest.mark.parametrize("mode", ["fp32", "fp16_master_scaled", "amp", "bf16_naive", "bf16_kahan"])
+@pytest.mark.few(2)
 def test_a_probe_is_equal_to_that_of_a_run(mode, build_run):
     built = build_run(*SMALL, f"precision={mode}")
     step, optimizer = step_in_a_script(built)

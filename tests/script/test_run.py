@@ -110,6 +110,7 @@ def test_a_mode_in_a_file_of_one_s_own_is_recorded_by_its_name(tmp_path):
         assert found["usual_scaler"] == "none"
 
 
+@pytest.mark.slow
 def test_runs_of_three_modes_and_three_seeds_are_compared(tmp_path, capsys):
     modes = ("fp32", "fp16_naive", "amp")
     told = {"metric": "accuracy", "margin": 0.4, "higher_is_better": True, "probe_every": 15}

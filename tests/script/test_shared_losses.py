@@ -26,6 +26,7 @@ def step(model, optimizers, count=5):
 
 @pytest.mark.parametrize("scaler", [None, "logmax"])
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.few
 def test_one_loss_is_propagated_for_every_optimizer(mode, scaler):
     # Here an overflow is one of both parts; each optimizer skips for its own gradients, as torch's.
     model = network(hidden=8)

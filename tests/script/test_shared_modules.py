@@ -78,6 +78,7 @@ def of_both(first, second):
 
 @pytest.mark.parametrize("kind", SHARED)
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.few
 def test_models_that_share_train_as_one_module_that_holds_both(mode, kind):
     first, second = made(kind)
     optimizer = sgd(of_both(first, second), lr=0.02)
@@ -109,6 +110,7 @@ def test_in_fp32_it_is_the_plain_script(kind, audited):
 
 
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.few(4)
 def test_each_has_an_optimizer_of_its_own_and_the_shared_part_one_of_them(mode):
     """An overflow in one of them skips for it alone, and the scale moves once."""
     actor, critic = made(one_encoder)
@@ -148,6 +150,7 @@ def test_a_teacher_that_holds_a_layer_of_its_student_is_none_that_trains(mode):
 @pytest.mark.parametrize(
     "mode", ["fp32", "amp", "fp16_master_scaled", "bf16_stochastic", "fp8_rowwise"]
 )
+@pytest.mark.few
 def test_copies_of_one_or_both_are_prepared_and_share_as_they_do(mode, kind):
     first, second = made(kind)
     mprun.prepare([first, second], None, mode)
@@ -180,6 +183,7 @@ def test_overrides_are_patterns_over_the_names_of_each(name):
 
 
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.few(4)
 def test_two_calls_of_prepare_name_the_call_that_takes_both(mode):
     first, second = made(one_encoder)
     mprun.prepare(first, None, mode)
@@ -227,6 +231,7 @@ class Tied(nn.Module):
 
 
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.few(4)
 def test_a_weight_of_two_layers_is_one_in_a_copy_and_in_a_saved_model(mode):
     model = Tied()
     mprun.prepare(model, None, mode)

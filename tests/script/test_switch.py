@@ -66,6 +66,7 @@ def made(mode, state=None, optimizer_state=None, scaler=None):
 
 
 @pytest.mark.parametrize(("before", "after"), PAIRS)
+@pytest.mark.few(4)
 def test_steps_after_a_switch_are_those_of_a_model_prepared_from_that_state(before, after):
     model, optimizer = made(before)
     train(model, optimizer, steps=3)

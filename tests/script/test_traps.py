@@ -144,6 +144,7 @@ def test_what_would_go_wrong_is_refused_in_a_line_that_names_the_cure(mode, says
 
 
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.few(4)
 def test_a_pass_of_something_else_is_not_touched(mode):
     """While the graph of a call waits for its own pass, which is then the one that is watched."""
     model, optimizer = prepared(mode)
@@ -299,6 +300,7 @@ class Codebook(nn.Module):
 
 
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.few(4)
 def test_buffers_that_a_call_replaces_go_on(mode):
     model, _ = prepared(mode, Codebook())
     for _ in range(3):
@@ -308,6 +310,7 @@ def test_buffers_that_a_call_replaces_go_on(mode):
 
 
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.few(4)
 def test_a_weight_that_is_no_number_makes_a_loss_that_is_none(mode):
     model, optimizer = prepared(mode)
     with torch.no_grad():
@@ -338,6 +341,7 @@ class Biased(nn.Module):
 
 @pytest.mark.parametrize("mode", HALF_WEIGHTS)
 @pytest.mark.parametrize("kind", ["function", "layer", "weights"])
+@pytest.mark.few
 def test_a_mask_of_attention_is_in_the_dtype_of_the_query(mode, kind):
     """CUDA's kernels refuse another one; a CPU's take it."""
     found = []
@@ -359,6 +363,7 @@ def test_backward_runs_in_the_arithmetic_of_its_own_model():
 
 
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.few(4)
 def test_gradients_of_weights_that_no_optimizer_holds_are_unscaled_too(mode):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
@@ -391,6 +396,7 @@ def test_a_script_that_steps_only_where_gradients_are_finite_gets_to_step(mode, 
 
 
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.few(4)
 def test_a_backward_pass_that_breaks_off_leaves_gradients_as_they_were(mode):
     class Breaks(torch.autograd.Function):
         @staticmethod
@@ -492,6 +498,7 @@ class Bounded(nn.Linear):
     [("amp", None), ("fp16_master_scaled", {"1": "fp32"}), ("bf16_master", {"1": "fp32"})],
     ids=["amp", "half_weights", "no_scale"],
 )
+@pytest.mark.few
 def test_an_fp32_weight_written_in_forward_is_none_of_torchs_in_place_errors(
     mode, overrides, by_data
 ):
@@ -569,6 +576,7 @@ def test_a_dropped_model_goes_though_nothing_was_propagated_and_its_loss_can_be(
 
 
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.few(4)
 def test_hooks_of_a_parameter_that_no_pass_reaches_are_not_called(mode):
     model = net()
     model.unused = nn.Linear(2, 2)
@@ -595,6 +603,7 @@ def test_an_exported_program_is_the_learned_model_in_fp32(mode):
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 @pytest.mark.parametrize("mode", ["fp32", "amp", "fp16_master_scaled", "fp8_rowwise"])
 @pytest.mark.parametrize("steps", [0, 2, 5])
+@pytest.mark.few
 def test_a_traced_model_is_the_learned_one_in_fp32(mode, steps):
     """torch.onnx.export without dynamo traces, too."""
     model, optimizer = prepared(mode)

@@ -68,6 +68,7 @@ def said(program, folder, checkout):
     return done.stdout
 
 
+@pytest.mark.slow
 def test_it_records_and_compares(alone, tmp_path):
     """Its rows are those that the whole mprun finds; only their order is the runner's."""
     said(TRAIN, tmp_path, alone)

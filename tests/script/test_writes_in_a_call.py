@@ -91,6 +91,7 @@ def followed(model, optimizer, run, steps=5):
 
 @pytest.mark.parametrize("follow", FOLLOWS, ids=lambda follow: follow.__name__)
 @pytest.mark.parametrize("mode", WITH_MASTERS)
+@pytest.mark.few
 def test_a_momentum_network_moves_as_in_fp32(mode, follow, tmp_path):
     torch.manual_seed(0)
     model = Pair(follow)
@@ -172,6 +173,7 @@ class Quantised(nn.Linear):
 
 
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.few(4)
 def test_activations_are_computed_once(mode):
     """A mode computes with 16 bits as it likes; nothing else ends a call."""
     torch.manual_seed(0)
@@ -189,6 +191,7 @@ def test_activations_are_computed_once(mode):
 
 @pytest.mark.parametrize("kind", [Normalised, Forced, Limited, Clamped, Averaged])
 @pytest.mark.parametrize("mode", WITH_MASTERS)
+@pytest.mark.few
 def test_a_layer_that_changes_its_own_weight_does_it_in_fp32(mode, kind):
     """The first call changes it as in a plain model, to the bit; no version counts twice."""
     torch.manual_seed(0)
@@ -218,6 +221,7 @@ OF_CASTS = ["fp8_tensorwise", "fp8_rowwise", "fp8_delayed", "fp8_block", "mxfp8"
 
 
 @pytest.mark.parametrize("mode", [*MODES, *OF_CASTS])
+@pytest.mark.few(4)
 def test_a_model_that_writes_nothing_has_the_same_bits_unwatched(mode, monkeypatch):
     """FP8 casts write to tensors of their own, made from weights alone."""
     found = []

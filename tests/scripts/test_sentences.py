@@ -82,6 +82,7 @@ def test_long_ones_are_listed_and_counted(script, capsys, monkeypatch):
     ]
 
 
+@pytest.mark.slow
 def test_pages_of_a_new_reader_and_the_help_have_no_long_sentence(script):
     read = [one for one in script.of_pages() if one.place.startswith(PLAIN)]
     long = [one for one in (*read, *script.of_help()) if one.words > script.MOST_WORDS]

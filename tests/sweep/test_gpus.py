@@ -149,6 +149,7 @@ def started(monkeypatch):
         (["seed=0,1"], 1, ["0", "0"], 1, None),
     ],
 )
+@pytest.mark.few(3)
 def test_no_gpu_has_two_runs(swept, jobs, given, at_once, told, tiny, started, monkeypatch, capfd):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,GPU-b,MIG-c,3")
     # Each of them is killed, which a sweep ends with: its GPUs come back all the same.

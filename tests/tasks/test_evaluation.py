@@ -54,6 +54,7 @@ def test_training_does_not_notice_an_evaluation(build_run, model, mode, evaluate
 
 
 @pytest.mark.parametrize("mode", ["fp16_master", "amp", "fp16_naive"])
+@pytest.mark.few(1)
 def test_the_metric_is_that_of_the_master_weights_in_fp32(build_run, mode):
     task = build_run(*AUTOENCODER, f"precision={mode}").task
     for step in range(3):

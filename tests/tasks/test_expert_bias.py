@@ -91,6 +91,7 @@ def test_figures_are_of_measured_steps_and_of_all_micro_batches(build_run):
 @pytest.mark.parametrize(
     "mode", ["amp_bf16", "bf16_master", "bf16_naive", pytest.param("nvfp4", marks=pytest.mark.slow)]
 )
+@pytest.mark.few(2)
 def test_routers_compute_in_fp32_unless_they_follow_the_mode(build_run, mode):
     for router in ("fp32", "mode"):
         built = build_run(*BALANCED, f"precision={mode}", f"model.router={router}")

@@ -135,6 +135,7 @@ def test_lstm_lm(build_run, projection):
 
 
 @pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.few(1)
 def test_conv_autoencoder_in_one_or_in_several_micro_batches(build_run, parts):
     built = build_run(*AUTOENCODER, f"train.accumulate={parts}")
     losses, *_ = trained(built)

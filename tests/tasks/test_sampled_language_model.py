@@ -202,6 +202,7 @@ def test_time_reduction_of_the_ordinary_model(build_run):
 
 
 @pytest.mark.parametrize("mode", [mode for mode in OF_ANY_NETWORK if mode != "tf32"])
+@pytest.mark.few(4)
 def test_every_mode(build_run, mode):
     # Both factors, because 16-bit weights would lose all updates of the embedding without them.
     more = ["optim.eps=1e-3", "model.time_reduction=sum", "model.embedding_gradient_factor=128"]

@@ -101,6 +101,7 @@ def test_fp32_trains_adapters_as_without_it(kind):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", [*OF_TORCHAO, *OF_BITSANDBYTES])
+@pytest.mark.few(3)
 def test_a_mode_trains_adapters_beside_codes_that_stay(kind, mode):
     model, own = trained(kind, mode, 4)
     if mode != "bf16_naive":

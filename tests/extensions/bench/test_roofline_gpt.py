@@ -46,6 +46,7 @@ def flops_by_form(found):
 
 
 @pytest.mark.parametrize("mode", ["fp32", "tf32", "amp_bf16", "bf16_stochastic", "fp8_tensorwise"])
+@pytest.mark.few(2)
 def test_products_by_format(mode):
     tokens = BATCH * TIME
     linear, output = (3 * 2 * tokens * weights for weights in (BLOCKS, TABLE))
@@ -215,6 +216,7 @@ HELD = [
 
 
 @pytest.mark.parametrize(("mode", "more", "size"), HELD)
+@pytest.mark.few(4)
 def test_bytes_of_a_parameter(mode, more, size):
     found = counted(mode, *more)
     norms = NORMS * 16

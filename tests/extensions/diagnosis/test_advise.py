@@ -370,7 +370,7 @@ NARROW = ("fp8_unscaled", "fp8_tensorwise", "fp8_rowwise", "bf16_stochastic", "b
 
 
 @pytest.mark.parametrize("mode", NARROW)
-@pytest.mark.few(2)  # fp8_unscaled and bf16_kahan
+@pytest.mark.few(1)  # fp8_unscaled and bf16_kahan
 def test_the_runs_of_narrow_modes_can_be_advised_on(tmp_path, capsys, mode):
     """With probes and shadow steps; the words fit the mode."""
     words = [*TINY_GPT, f"precision={mode}", "numerics=probes", "numerics.every=2", "train.steps=4"]
@@ -536,6 +536,7 @@ POSITIONS += ["data.options={low:3000,high:3200}", "optim.lr=0.003", "train.step
 POSITIONS += ["data.batch_size=16", "train.eval_every=0", "device=cpu", "threads=1"]
 
 
+@pytest.mark.slow
 def test_a_mode_that_fails_is_replaced_by_the_next(tmp_path, capsys):
     """Odd integers from 2049 on are no FP16 numbers. The advised mode casts them, amp does not."""
     line = [*POSITIONS, f"output_dir='{tmp_path / 'run'}'", "--seconds", "600"]

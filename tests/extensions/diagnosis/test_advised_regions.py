@@ -151,6 +151,7 @@ def losses(make, mode, patterns=()):
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.few(2)
 def test_what_is_named_cures(case):
     make, expected = CASES[case]
     patterns = named(make, "fp16_master_scaled")

@@ -170,6 +170,7 @@ PLANTED = {
 
 
 @pytest.mark.parametrize("what", PLANTED)
+@pytest.mark.few(2)
 def test_planted_overflows_are_named(explained, what):
     overrides, plant, expected = PLANTED[what]
     found = culprit(explained(*overrides, plant=plant))
@@ -462,6 +463,7 @@ class Masked(nn.Module):
 
 
 @pytest.mark.parametrize("how", ["overflow", "row", "buffer"])
+@pytest.mark.few(2)
 def test_a_mask_is_no_overflow_unless_it_leaves_nothing(explained, monkeypatch, how):
     replace_in_lm(monkeypatch, functools.partial(Masked, how))
     found = explained(*LM, *FP16).finding
@@ -576,6 +578,7 @@ DIGITS += ["optim=adam", "optim.lr=0.003", "train.eval_every=0"]
         ),
     ],
 )
+@pytest.mark.few(1)
 def test_a_run_that_ended_worse_in_16_bits_is_explained(tmp_path, planted, why, cure, no_cure):
     directory, code = run(tmp_path, *DIGITS, *planted.split(), steps=60)
     assert code == 0
@@ -590,6 +593,7 @@ def test_a_run_that_ended_worse_in_16_bits_is_explained(tmp_path, planted, why, 
     assert all(one.steps == 60 for one in found.tried)
 
 
+@pytest.mark.slow
 def test_one_skipped_update_of_a_loss_that_falls_is_nothing_to_explain(tmp_path):
     """The dynamic scale starts one power too high: the run is one update behind FP32."""
     directory, code = run(tmp_path, *DIGITS, "precision=fp16_master_scaled", steps=100)
@@ -612,6 +616,7 @@ def test_without_a_kept_state_the_run_is_trained_again(tmp_path):
     assert (directory / "numerics" / "failure" / "step-00000000").is_dir()
 
 
+@pytest.mark.slow
 def test_it_is_trained_again_from_the_newest_checkpoint_that_is_whole(tmp_path):
     exploding = ["numerics.keep_failure=false", "optim.lr=0.2", "optim.weight_decay=15"]
     directory, code = run(tmp_path, *LM, *FP16, *exploding, "train.checkpoint_every=5", steps=60)
@@ -638,6 +643,7 @@ def test_the_verb_prints_text_and_json(tmp_path, capsys):
     assert main(["explain", str(directory), "--all"]) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:LSTM with projections")
 def test_a_model_with_a_sampled_softmax(tmp_path, capsys):
     overrides = [*SAMPLED, *ONE_CORE, "precision=fp16_naive", "optim.lr=6e4", "train.log_every=1"]

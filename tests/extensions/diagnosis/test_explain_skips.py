@@ -36,6 +36,7 @@ def test_data_are_named_without_training_again(spoilt, capsys, value, kind):
 
 
 @pytest.mark.parametrize("kept", [(), ("train.checkpoint_every=1", "train.keep_checkpoints=99")])
+@pytest.mark.few(1)
 def test_an_operation_is_named_where_the_data_are_sound(spoilt, capsys, kept):
     """The square root of a number below zero: the run is trained again up to that step."""
     folder = spoilt("-1", *kept)

@@ -51,6 +51,7 @@ def test_a_planted_cause_is_found(name, words):
         *("healthy.reader_amp_bf16", "healthy.recurrent"),
     ],
 )
+@pytest.mark.few(3)
 def test_nothing_is_far_in_a_healthy_network(name):
     own, reference = steps_of(name)
     assert len(own) > 10 and first_far(own, reference) is None

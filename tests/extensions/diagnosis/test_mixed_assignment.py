@@ -57,6 +57,7 @@ def test_products_by_hand(build_run):
     assert shares == pytest.approx({n: size / sum(sizes.values()) for n, size in sizes.items()})
 
 
+@pytest.mark.slow
 def test_the_part_that_bf16_swamps_leaves_and_the_file_is_a_mode(tmp_path, capsys):
     """20000 is added and subtracted in `shift`, which has no product: it costs none to leave."""
     mine, path = tmp_path / "mine", tmp_path / "run"

@@ -128,6 +128,7 @@ def test_a_post_mortem_that_explain_writes_again_is_sealed(tmp_path):
 
 
 @pytest.mark.parametrize("words", ["advise", "logprobs amp --tokens 24"])
+@pytest.mark.few(1)
 def test_a_verb_says_that_a_run_has_no_end_yet(tmp_path, words, capsys):
     folder = tmp_path / "run"
     run = [*TINY_LM, "precision=amp", "train.steps=2", "train.checkpoint_every=1"]

@@ -99,6 +99,7 @@ def test_bad_input_is_one_line(arguments, named, tmp_path, capsys, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_a_later_row_keeps_the_earlier_ones_on_the_page(tmp_path, capsys, monkeypatch):
     """The earlier rows have runs; what is asked for has none, as nothing is started here."""
     monkeypatch.setattr(paper_command._Runs, "run", lambda self, command: 0)

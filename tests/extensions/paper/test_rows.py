@@ -65,6 +65,7 @@ def test_a_row_with_a_field_of_another_name_or_value_is_refused(given, wrong):
 
 
 @pytest.mark.parametrize("row", [row for row in ROWS if row.overrides], ids=lambda row: row.key)
+@pytest.mark.few(3)
 def test_the_runs_of_a_row_differ_in_nothing_but_precision(row):
     made = {name: compose_config(own).as_dict() for name, own in row.commands().items()}
     for name, config in made.items():
@@ -119,6 +120,7 @@ def test_the_hours_are_those_of_the_roofline(key):
         ("", "matches", ""),
     ],
 )
+@pytest.mark.few(5)
 def test_same_outcome(published, verdict, expected):
     naive = Line("FP16 weights, no masters", NAIVE.overrides, "", "", "worse")
     assert same_outcome(published, verdict, lesser=naive) == expected
@@ -199,6 +201,7 @@ def _matching(row):
 
 
 @pytest.mark.parametrize("row", [row for row in ROWS if row.overrides], ids=lambda row: row.key)
+@pytest.mark.few(3)
 def test_a_row_runs_what_was_settled_before(row):
     """Margin, length and rate of an experiment are those of settings.yaml, each with a reason."""
     config, own = compose_config(list(row.overrides)).config, settings()[row.key]
