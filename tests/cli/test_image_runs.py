@@ -270,16 +270,3 @@ def test_killed_and_resumed_from_a_checkpoint(folder, tmp_path):
     assert main(arguments(folder, whole, *more, f"train.steps={last}")) == 0
     losses = [[(r["split"], r["step"], r["loss"]) for r in rows_of(path)] for path in (whole, run)]
     assert losses[0] == losses[1]
-
-
-@pytest.mark.slow
-def test_a_run_leaves_no_process_behind(folder, tmp_path):
-    run = tmp_path / "r"
-    process = start(folder, run, "train.steps=3", "data.workers=2")
-    process.communicate(timeout=60)
-    assert process.returncode == 0
-    with pytest.raises(ProcessLookupError):
-        deadline = time.monotonic() + 20
-        while time.monotonic() < deadline:
-            os.killpg(process.pid, 0)
-            time.sleep(0.05)

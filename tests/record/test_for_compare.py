@@ -63,20 +63,6 @@ def test_a_record_from_before_a_setting_gets_the_setting_when_it_is_resumed(fini
     assert record["config_hash"] == config_hash(record["config"])
 
 
-def test_what_a_comparison_reads_beside_the_metrics(finished):
-    record = record_of(finished)
-    assert record["choices"]["model"] == "lstm_lm" and record["sample"] == "token"
-    assert (record["precision"]["mode"], record["precision"]["scaler"]) == ("amp", "dynamic")
-    assert record["precision"]["flags"]["cuda.matmul.fp32_precision"] == "ieee"
-    assert record["environment"]["device"] == "cpu" and record["environment"]["cpu"]
-    assert record["throughput"]["samples_per_s"] > 0
-    assert record["memory"]["peak_bytes"] > 0 and record["memory"]["measure"]
-    assert record["memory"]["activation_bytes"] > 0
-    for key in ("created", "ended", "seed", "status", "cause", "last_step", "skipped"):
-        assert key in record, key
-    assert not (finished / "samples").exists()  # which a GAN has
-
-
 def test_the_first_twenty_steps_are_recorded_whatever_log_every_says(tmp_path):
     few, every = tmp_path / "few", tmp_path / "every"
     # Overflows at first, so that skipped updates lie among the first steps.

@@ -10,7 +10,6 @@ import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from mprun.cli import main
-from mprun.config.compose import compose_config
 from mprun.record.keys import config_hash
 from mprun.record.run_directory import write_json, write_text
 
@@ -41,11 +40,6 @@ def test_the_files_of_a_run(scaled):
     assert names == expected | {"events.out.tfevents"}
     checkpoints = sorted(path.name for path in (scaled / "checkpoints").iterdir())
     assert checkpoints == ["step-00000003", "step-00000006"]
-
-
-def test_config_yaml_is_the_resolved_configuration(scaled):
-    expected = compose_config([*SCALED, f"output_dir='{scaled}'"]).as_dict()
-    assert yaml.safe_load((scaled / "config.yaml").read_text()) == expected
 
 
 def test_the_keys_and_counts_of_metrics(scaled):

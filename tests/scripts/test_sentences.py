@@ -53,11 +53,6 @@ def test_words(script, text, words):
     assert script.Sentence("docs", "x.md:1", text).words == words
 
 
-def test_an_error_line_has_x_for_a_value(script):
-    texts = {one.text for one in script.of_errors()}
-    assert "-m: <count> runs; must be at most <MOST_RUNS> in one sweep" in texts
-
-
 def test_a_date_draws_the_same_sentences(script, capsys, monkeypatch):
     found = [script.Sentence("docs", f"x.md:{n}", f"Sentence {n} of the page.") for n in range(99)]
     monkeypatch.setattr(script, "sentences", lambda: found)

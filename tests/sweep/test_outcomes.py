@@ -25,10 +25,10 @@ DIVERGED = "diverged at step 2"
 def sabotaged(tmp_path, tiny, held_at_first_step, monkeypatch):
     """Sweep over learning rates while some of the runs are harmed: (exit code, cells, arguments).
 
-    The 1st is killed, the 2nd fails, the 3rd hangs if `hang` says so, the last diverges by itself.
+    The 1st is killed, the 2nd fails, the 3rd hangs, the last diverges by itself.
     """
 
-    def run(rates: list[str], hang: bool):
+    def run(rates: list[str]):
         monkeypatch.setattr(processes, "GRACE_S", 1.0)
         fixed = [*tiny, "train.steps=150", "train.checkpoint_every=50", "name=x"]
         swept = [*fixed, f"output_root='{tmp_path / 'runs'}'", f"optim.lr={','.join(rates)}"]
@@ -44,7 +44,7 @@ def sabotaged(tmp_path, tiny, held_at_first_step, monkeypatch):
 
         harms = [
             threading.Thread(target=harm, args=[cell])
-            for harm, cell in zip((kill, fail, held_at_first_step)[: 2 + hang], cells, strict=False)
+            for harm, cell in zip((kill, fail, held_at_first_step), cells, strict=False)
         ]
         for harm in harms:
             harm.start()
@@ -77,14 +77,6 @@ def check(code, cells, words, printed, same_as_single):
     assert code == 5
 
 
-@pytest.mark.slow
-def test_the_rest_goes_on(sabotaged, same_as_single, capfd):
-    rates = ["0.001", "0.002", "0.003", "1e+30"]
-    code, cells, _ = sabotaged(rates, hang=False)
-    words = dict(zip(rates, [KILLED, FAILED], strict=False)) | {rates[-1]: DIVERGED}
-    check(code, cells, words, capfd.readouterr().out, same_as_single)
-
-
 def test_a_hang_is_killed_even_before_the_first_step(tmp_path, tiny, wait_for, monkeypatch):
     monkeypatch.setattr(processes, "GRACE_S", 0.5)
     monkeypatch.chdir(tmp_path)
@@ -99,7 +91,7 @@ def test_a_hang_is_killed_even_before_the_first_step(tmp_path, tiny, wait_for, m
 @pytest.mark.slow
 def test_twelve_cells_and_the_same_command_again(sabotaged, same_as_single, capfd):
     rates = [*(f"0.00{n}" for n in range(1, 10)), "0.01", "0.02", "1e+30"]
-    code, cells, arguments = sabotaged(rates, hang=True)
+    code, cells, arguments = sabotaged(rates)
     words = dict(zip(rates, [KILLED, FAILED, HUNG], strict=False)) | {rates[-1]: DIVERGED}
     check(code, cells, words, capfd.readouterr().out, same_as_single)
 

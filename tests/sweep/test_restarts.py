@@ -65,13 +65,6 @@ def restarted(tmp_path, start_sweep, wait_for, same_as_single, monkeypatch):
 
 
 @pytest.mark.slow
-def test_killed_and_interrupted_it_goes_on_where_it_was(restarted, tiny):
-    records = restarted([*tiny, *LENGTH, "seed=0"], [signal.SIGKILL, signal.SIGINT], seed=0)
-    # Continued rather than started over: the same directory, another attempt.
-    assert max(record["attempts"] for record in records) > 1
-
-
-@pytest.mark.slow
 def test_ctrl_c_twice_kills_what_does_not_end(
     tmp_path, tiny, start_sweep, held_at_first_step, monkeypatch
 ):

@@ -8,36 +8,12 @@ import pytest
 
 from mprun.cli import main
 from mprun.record.run_record import Record
-from mprun.sweeps.gpus import available_cores
 
 from ..helpers import TINY_AUTOENCODER, record_of, rows_of, seal_again
 
 TINY = [*TINY_AUTOENCODER, "train.steps=4", "train.log_every=2"]
 # Adam's eps is 0 in FP16, so that fp16_naive ends in NaN; two seeds of two modes.
 SWEEP = ["-m", *TINY, "precision=fp16_naive,fp32", "seed=0,1", "-j", "2"]
-
-
-@pytest.mark.slow
-def test_copies_of_the_sweep_run_as_a_process_of_their_own_would(
-    tmp_path, start_sweep, same_as_single
-):
-    """`mprun -m` loads torch once; a run of its own, here in this process, has the same bits."""
-    assert start_sweep([*TINY, "precision=amp", "seed=3,4", "-j", "2"], tmp_path).wait() == 0
-    runs = [path.parent for path in tmp_path.glob("outputs/*/*/run.json")]
-    assert len(runs) == 2
-    for run in runs:
-        same_as_single(run)
-        assert (run / "console.log").is_file()
-
-
-@pytest.mark.slow
-def test_runs_beside_each_other_have_a_share_of_the_cores(tmp_path, start_sweep, monkeypatch):
-    monkeypatch.delenv("OMP_NUM_THREADS")
-    free = [word for word in TINY if word != "threads=1"]
-    assert start_sweep([*free, "seed=3,4", "-j", "2"], tmp_path).wait() == 0
-    runs = [path.parent for path in tmp_path.glob("outputs/*/*/run.json")]
-    threads = [record_of(run)["environment"]["threads"] for run in runs]
-    assert threads == [max(1, available_cores() // 2)] * 2
 
 
 @pytest.mark.slow
