@@ -139,6 +139,7 @@ def test_the_same_names_again_continue_the_run_bit_for_bit(folder, capsys):
     assert wrong.startswith("mprun: train.steps=x:")
 
 
+@pytest.mark.slow
 def test_names_in_the_user_s_own_option_files_count(folder, capsys):
     for group, name in (("data", "data"), ("model", "network")):
         (folder / "mine" / group).mkdir(parents=True)

@@ -73,7 +73,8 @@ def test_many_configurations_share_the_figures_and_the_page_says_so(tmp_path):
     assert "Drawn are at most 1 figures of each of the 28 configurations" in page
 
 
-@pytest.mark.parametrize("modes", [30, pytest.param(700, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("modes", [30, 700])
 def test_of_many_modes_the_first_are_drawn_and_all_are_in_the_table(tmp_path, modes):
     made = group(seeds=1, steps=100)
     runs = made.rows[-1].arm.runs

@@ -39,15 +39,15 @@ WORDS = {
 
 def uses(source):
     """Yield (line, text) wherever `source` spells a private name of torch."""
-    tree = ast.parse(source)
-    defined = {n.name for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.ClassDef)}
-    stored = [n for n in ast.walk(tree) if isinstance(n, ast.Attribute | ast.Name)]
+    nodes = [*ast.walk(ast.parse(source))]
+    defined = {n.name for n in nodes if isinstance(n, ast.FunctionDef | ast.ClassDef)}
+    stored = [n for n in nodes if isinstance(n, ast.Attribute | ast.Name)]
     defined |= {
         n.attr if isinstance(n, ast.Attribute) else n.id
         for n in stored
         if isinstance(n.ctx, ast.Store)
     }
-    for node in ast.walk(tree):
+    for node in nodes:
         match node:
             case ast.Import(names=names):
                 found = [alias.name for alias in names]

@@ -82,7 +82,7 @@ def own_code(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("mode", ON_A_CPU)
-@pytest.mark.few(4)
+@pytest.mark.few(3)
 def test_the_record_of_every_mode_says_what_was_computed(tmp_path, mode):
     assert run(tmp_path / "run", *TINY_GPT, f"precision={mode}", "train.steps=5") in (0, 3)
     audit = record_of(tmp_path / "run")["audit"]
@@ -102,7 +102,7 @@ def test_the_record_of_every_mode_says_what_was_computed(tmp_path, mode):
 @pytest.mark.parametrize(
     "task", [t for t in SMALL if t not in ("batch_norm", "dropout")] + ["transformer in parts"]
 )
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_watched_steps_compute_the_same_bits(build_run, task, mode):
     name, _, in_parts = task.partition(" in ")
     words = [*SMALL[name], f"precision={mode}", "train.steps=20"]

@@ -9,8 +9,6 @@ from mprun.numerics.exponent_shares import BINS, ExponentCounts
 
 from ..helpers import without_waiting
 
-F16_MAX = 65504.0
-
 
 def counted(values) -> ExponentCounts:
     return ExponentCounts(exponent_counts([torch.as_tensor(values)])[0].numpy())
@@ -42,14 +40,15 @@ def assert_shares_equal(values: np.ndarray, ks) -> None:
         assert found == reference(values, k), k
 
 
-def test_every_exponent_and_every_mantissa_near_a_boundary_at_every_scale():
+@pytest.mark.parametrize("apart", [9, pytest.param(1, marks=pytest.mark.slow)])
+def test_every_exponent_and_every_mantissa_near_a_boundary_at_every_scale(apart):
     """All 254 normal exponents times the mantissas at which the rounding can change."""
     ends = [0, 1, 2, 3, 2**11, 2**12 - 1, 2**12, 2**12 + 1, 2**13 - 1, 2**13, 2**13 + 1, 2**22]
     mantissas = np.array(sorted({*ends, *(2**23 - e for e in ends if e)}), np.uint32)
     fields = np.arange(1, 255, dtype=np.uint32)
     bits = (fields[:, None] << 23 | mantissas).ravel()
     values = np.concatenate([bits, bits | np.uint32(1 << 31)]).view(np.float32)
-    assert_shares_equal(values, range(-160, 180))
+    assert_shares_equal(values, range(-160, 180, apart))
 
 
 def test_all_float32_between_zero_and_a_subnormal_float16_by_stride():
@@ -83,24 +82,6 @@ def test_subnormals_of_float32_have_their_true_exponent():
     largest = np.uint32(0x7FFFFF).view(np.float32)  # (1 - 2^-23) * 2^-126
     assert counted(np.array([largest])).by_exponent() == {-127: 1}
     assert_shares_equal(np.arange(1, 2**15, dtype=np.uint32).view(np.float32), range(100, 170))
-
-
-@pytest.mark.parametrize(
-    ("value", "expected"),
-    [
-        (2.0**-25, (1, 0, 0)),  # a tie: to even, which is 0
-        (np.nextafter(np.float32(2.0**-25), np.float32(1)), (0, 1, 0)),
-        (2.0**-14 - 2.0**-25, (0, 0, 0)),  # a tie: to even, the smallest normal
-        (2.0**-14 - 2.0**-25 - 2.0**-38, (0, 1, 0)),
-        (65520.0, (0, 0, 1)),  # a tie: to even, which is infinity
-        (np.nextafter(np.float32(65520), np.float32(0)), (0, 0, 0)),
-        (F16_MAX, (0, 0, 0)),
-        (1.0, (0, 0, 0)),
-    ],
-)
-def test_the_thresholds_by_hand(value, expected):
-    shares = counted(np.array([value, -value], np.float32)).shares()
-    assert (shares.underflow, shares.subnormal, shares.overflow) == expected
 
 
 @pytest.mark.parametrize(
@@ -149,13 +130,6 @@ def test_several_tensors_at_once_and_one_by_one():
     for row, tensor in zip(rows, tensors, strict=True):
         assert torch.equal(row, exponent_counts([tensor])[0])
         assert row.sum() == tensor.numel()
-
-
-def test_shifting_the_values_shifts_the_histogram():
-    values = torch.randn(10_000, generator=torch.Generator().manual_seed(1))
-    counts, shifted = counted(values), counted(values * 2.0**-30)
-    assert shifted.by_exponent() == {e - 30: n for e, n in counts.by_exponent().items()}
-    assert shifted.shares(30) == counts.shares(0)
 
 
 def test_json_and_back():

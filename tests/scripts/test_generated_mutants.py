@@ -135,6 +135,7 @@ def test_a_change_that_cannot_be_planted_is_told(tmp_path, mutations):
     assert names["Own"]().size() is None
 
 
+@pytest.mark.slow
 def test_what_tests_see_of_generated_mutants(tmp_path):
     for name in ("scripts", "mprun/precision", *(f"tests/{o}" for o in ("tasks", "script"))):
         (tmp_path / name).mkdir(parents=True)

@@ -145,6 +145,7 @@ def test_a_seed_that_looks_went_on_without_stays_missing(capsys):
     assert "fp16_naive_s1" in rounds_of(found)[0]
 
 
+@pytest.mark.slow
 def test_a_run_that_is_stopped_alone_ends_the_rounds_until_it_goes_on(capsys):
     found = plan([*LM, MODES, *UNTIL], None)
     assert len(rounds_of(found, fp16_naive_s3="preempted")) == 2

@@ -48,7 +48,7 @@ def test_the_small_runs_have_every_task():
 
 
 @pytest.mark.parametrize("name", [name for name in SMALL if name not in ("resnet50", "two_stages")])
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_an_evaluation_returns_what_its_task_declares(name):
     judged = ["compare.metric=sliced_wasserstein"] * (name == "dcgan")
     config = compose_config([*ONE_CORE, *SMALL[name], *judged]).config
