@@ -62,7 +62,7 @@ def steps_done(run: Path) -> int:
 
 
 def wait_for_step(run: Path, step: int) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while steps_done(run) < step:
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -204,7 +204,7 @@ def test_a_folder_that_vanishes_while_running_is_4(folder, tmp_path):
     process = start(folder, run, "train.steps=100000", "data.workers=2")
     wait_for_step(run, 5)
     (folder / "train").rename(tmp_path / "elsewhere")
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=300)
     assert process.returncode == 4 and "Traceback" not in err
     (line,) = [line for line in err.splitlines() if line.startswith("mprun: /")]
     assert line.startswith(f"mprun: {folder}/train/class") and line.endswith(".png: is gone")
@@ -218,7 +218,7 @@ def test_a_lost_loader_process_is_5(folder, tmp_path):
     wait_for_step(run, 5)
     (worker,) = loader_processes(process.pid)
     os.kill(worker, signal.SIGKILL)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=300)
     assert process.returncode == 5 and "Traceback" not in err
     (line,) = [line for line in err.splitlines() if "loader process" in line]
     assert line.startswith("mprun: data.workers=1: a loader process is lost")
@@ -237,7 +237,7 @@ def test_a_signal_to_the_group_stops_the_run_not_its_loader_and_it_goes_on_bit_f
     process = start(folder, run, *more)
     wait_for_step(run, 3)
     os.killpg(process.pid, signal.SIGTERM)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=300)
     assert process.returncode == 75, err
     assert main([f"resume={run}", f"data.root='{folder}'"]) == 0
     timed = {"samples_per_s", "data_wait", "seconds"}
@@ -261,7 +261,7 @@ def test_killed_and_resumed_from_a_checkpoint(folder, tmp_path):
     assert len(workers) == 2
     process.kill()
     process.communicate()
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while any(Path(f"/proc/{pid}").exists() for pid in workers):
         assert time.monotonic() < deadline
         time.sleep(0.05)

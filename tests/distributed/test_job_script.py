@@ -135,14 +135,14 @@ def test_it_goes_on_to_the_end_after_each_preemption(tmp_path):
             tasks = [task for srun in children_of(job.pid) for task in children_of(srun)]
         for task in tasks:
             os.kill(task, signal.SIGTERM)
-        assert job.wait(60) == 0, job.communicate()
+        assert job.wait(300) == 0, job.communicate()
         job.communicate()
         said = (homes[0] / "said").read_text().splitlines()
         assert said == ["scontrol requeue 7"] * (number + 1)
         assert (run / "run.json").exists() == (number > 1)
         assert number < 2 or record_of(run)["status"] == "preempted"
     assert subprocess.run(started, env=own, timeout=300).returncode == 0
-    assert subprocess.run(started, env=own, timeout=60).returncode == 0
+    assert subprocess.run(started, env=own, timeout=300).returncode == 0
     straight = beside_slurm(homes[1], SRUN_OF_TWO)
     assert subprocess.run(started, env=straight, timeout=300).returncode == 0
     assert not (homes[1] / "said").exists()

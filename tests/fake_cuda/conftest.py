@@ -69,7 +69,7 @@ class Device:
             return None
         process.stdin.close()
         process.stdout.close()
-        return process.wait(60)
+        return process.wait(300)
 
 
 # Interpreters beside this one, with another torch and what mprun depends on: the same runs there.

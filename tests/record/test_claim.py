@@ -43,7 +43,7 @@ def test_one_of_four_processes_wins_an_explicit_directory(tmp_path):
     for racer in racers:
         racer.stdin.close()  # all of them are let go within a millisecond
     errors = [racer.stderr.read() for racer in racers]
-    codes = [racer.wait(timeout=30) for racer in racers]
+    codes = [racer.wait(timeout=300) for racer in racers]
     for racer in racers:
         racer.stdout.close()
         racer.stderr.close()

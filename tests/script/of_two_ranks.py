@@ -257,7 +257,7 @@ def be(rank: int, world: int, port: int, cases: list[Case], out: Path) -> None:
     os.environ.update(environment_of(rank, world, port))
     torch.set_num_threads(1)
     # One that waits for a rank which has raised does so no longer.
-    dist.init_process_group("gloo", timeout=timedelta(seconds=20))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
     found = {}
     for case in cases:
         torch.manual_seed(0)

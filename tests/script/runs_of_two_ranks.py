@@ -69,7 +69,7 @@ def be(rank: int, world: int, port: int, cases: list[str], out: Path) -> None:
     """Be a rank, in a process of its own, which writes what it found to `out`/RANK.pt."""
     os.environ.update(environment_of(rank, world, port))
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=20))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
     found = {}
     for case in cases:
         try:

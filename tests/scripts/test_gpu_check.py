@@ -54,7 +54,7 @@ def variables(**more):
     return kept | {"MPRUN_PYTHON": sys.executable, "DEVICE": "cpu"} | more
 
 
-def gpu_check(*arguments, timeout=60, **environment):
+def gpu_check(*arguments, timeout=300, **environment):
     """The finished process of the script with these variables."""
     return subprocess.run(
         [sys.executable, SCRIPT, *map(str, arguments)],
@@ -480,7 +480,7 @@ def pid_in(out):
     return int(found[1]) if found else None
 
 
-def waited_for(condition, seconds=30):
+def waited_for(condition, seconds=120):
     until = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > until:

@@ -62,7 +62,7 @@ def test_the_list_fits_this_checkout():
 def test_what_tests_see_and_what_they_do_not(checkout, tmp_path):
     found = tmp_path / "found.json"
     process = checkout([KILLED, SURVIVES], "-j", "2", "--json", found)
-    printed, errors = process.communicate(timeout=60)
+    printed, errors = process.communicate(timeout=300)
     assert process.returncode == 1, errors
     assert printed.endswith("1 of 2 killed, 1 survived\n")
     outcomes = {one["name"]: (one["outcome"], one["by"]) for one in json.loads(found.read_text())}
@@ -74,7 +74,7 @@ def test_what_tests_see_and_what_they_do_not(checkout, tmp_path):
 
 def test_a_defect_that_does_not_fit_is_refused(checkout):
     process = checkout([KILLED, {"name": "gone", "old": "a * b", "new": "a"}])
-    printed, errors = process.communicate(timeout=60)
+    printed, errors = process.communicate(timeout=300)
     assert (process.returncode, printed) == (2, "")
     assert errors == "mutants: gone: `old` is in mprun/one.py 0 times, must be once\n"
 
@@ -88,6 +88,6 @@ def test_ctrl_c_leaves_nothing_behind(checkout, tmp_path):
         copies = (tmp_path / "tmp").glob("*/*/mprun/one.py")
         planted = next((path for path in copies if "sleep" in path.read_text()), None)
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=60)
+    process.communicate(timeout=300)
     assert process.returncode == 130
     assert list((tmp_path / "tmp").iterdir()) == []
