@@ -286,30 +286,6 @@ def test_a_scale_falls_for_what_overflows_in_its_model_by_the_loss_of_another():
     assert [float(scale.scale) for scale in scales] == [2.0 ** (16 - skipped)] * 2
 
 
-def test_one_optimizer_over_two_models_and_two_over_one():
-    a, b = nn.Linear(4, 4), nn.Linear(4, 1)
-    both = torch.optim.SGD([*a.parameters(), *b.parameters()], 0.1)
-    (a, b), optimizer = mprun.prepare([a, b], both, "fp16_master")
-    before = [p.detach().clone() for p in (*a.parameters(), *b.parameters())]
-    b(a(torch.ones(2, 4))).sum().backward()
-    optimizer.step()
-    now = (*a.parameters(), *b.parameters())
-    assert not any(map(torch.equal, now, before))
-
-    model = net()
-    first = torch.optim.SGD([*model.conv.parameters(), *model.norm.parameters()], 0.1)
-    second = torch.optim.Adam([*model.body.parameters(), *model.head.parameters()], 0.01)
-    model, (first, second) = mprun.prepare(model, [first, second], "fp16_master_scaled")
-    before = copy.deepcopy(model.state_dict())
-    loss_of(model).backward()
-    first.step()
-    assert torch.equal(model.head.weight, before["head.weight"])
-    assert model.head.weight.grad.any()  # unscaled, where torch would have it
-    loss_of(model).backward()
-    second.step()
-    assert not torch.equal(model.head.weight, before["head.weight"])
-
-
 def compiler(make):
     """A case that imports the compiler, which takes seconds."""
     return pytest.param(*make, marks=pytest.mark.slow)
@@ -514,25 +490,6 @@ def test_a_prepared_optimizer_goes_on_bit_for_bit(mode, state_dtype, make):
     )
     in_blocks = torch.float32 if state_dtype is None else torch.uint8
     assert (of_weight, of_bias) == (in_blocks, torch.float32)
-
-
-def test_a_prepared_model_trains_in_fp8():
-    inner = [nn.Linear(16, 32), nn.Linear(32, 32), nn.ReLU()]
-    model = nn.Sequential(*inner, nn.Linear(32, 4))
-    model, optimizer = mprun.prepare(
-        model, torch.optim.SGD(model.parameters(), 0.1), "fp8_tensorwise"
-    )
-    x, losses = torch.randn(64, 16), []
-    for _ in range(20):
-        optimizer.zero_grad()
-        loss = (model(x) - x[:, :4]).square().mean()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < 0.8 * losses[0]
-    forward_context = mprun.state_of(optimizer).models[0].forward_context
-    assert forward_context.kind() == "emulated-bf16 emulated-e4m3 emulated-e5m2"
-    assert forward_context.rerouted()["forward e4m3 x e4m3"] == 40
 
 
 def test_a_prepared_model_goes_on_with_the_random_bits_of_its_state():
