@@ -102,7 +102,7 @@ def test_the_record_of_every_mode_says_what_was_computed(tmp_path, mode):
 @pytest.mark.parametrize(
     "task", [t for t in SMALL if t not in ("batch_norm", "dropout")] + ["transformer in parts"]
 )
-@pytest.mark.few(1)
+@pytest.mark.few(2)
 def test_watched_steps_compute_the_same_bits(build_run, task, mode):
     name, _, in_parts = task.partition(" in ")
     words = [*SMALL[name], f"precision={mode}", "train.steps=20"]

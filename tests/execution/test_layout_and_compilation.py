@@ -29,7 +29,7 @@ def losses(built, steps=4):
     [("fp32", FP32_TOLERANCE), ("fp16_master_scaled", FP16_TOLERANCE), ("amp", FP16_TOLERANCE)],
 )
 @pytest.mark.parametrize("task", IMAGE_TASKS)
-@pytest.mark.few(1)
+@pytest.mark.few(2)
 def test_channels_last_differs_by_rounding(build_run, task, mode, tolerance):
     overrides = [*SMALL[task], "data.channels=3", f"precision={mode}", "optim.lr=1e-4"]
     if mode != "fp32":

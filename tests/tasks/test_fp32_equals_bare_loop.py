@@ -134,8 +134,7 @@ def test_lstm_lm(build_run, projection):
     assert_same(built, losses, model, bare_loop(model, optimizer, tokens(), of_words, clip=0.5))
 
 
-@pytest.mark.parametrize("parts", [1, 3])
-@pytest.mark.few(1)
+@pytest.mark.parametrize("parts", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_conv_autoencoder_in_one_or_in_several_micro_batches(build_run, parts):
     built = build_run(*AUTOENCODER, f"train.accumulate={parts}")
     losses, *_ = trained(built)
