@@ -7,8 +7,8 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from mprun.numerics.flops import attention_flops, flops
 from mprun.numerics.trace import Operation, name_of
+from mprun.precision.flops import attention_flops
 
 SIZES = st.integers(1, 5)
 
@@ -18,7 +18,7 @@ class Counted(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        self.total += flops(Operation(func, name_of(func), args, kwargs or {}, result))
+        self.total += Operation(func, name_of(func), args, kwargs or {}, result).flops
         return result
 
 
