@@ -14,7 +14,7 @@ from mprun.sweeps.plan import plan
 from ..helpers import record_of
 
 # Longer than a process takes to start on a busy machine: that counts as no progress, too.
-STALL_AFTER_S = 60
+STALL_AFTER_S = 180
 KILLED = "killed by SIGKILL"
 FAILED = "failed: File exists "
 HUNG = f"hung: no progress for {STALL_AFTER_S} s, killed"
