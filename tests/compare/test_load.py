@@ -168,7 +168,7 @@ def test_what_is_no_run_is_bad_input(tmp_path):
     reasons = {
         "nowhere": "no such file or directory",
         "empty": "contains no run",
-        "file": "not a folder",
+        "file": "is not a folder",
     }
     for name, reason in reasons.items():
         for before in ([], [run]):

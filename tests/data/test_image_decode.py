@@ -149,7 +149,7 @@ def test_numbers_without_a_known_range():
     refused(floats, "has floating-point pixels")
     for value in (-1, 65536):
         wide = saved(Image.fromarray(np.full((4, 4), value, np.int32)), "TIFF")
-        refused(wide, "gray values outside 0 ... 65535")
+        refused(wide, "has gray values outside 0 ... 65535")
 
 
 @pytest.mark.parametrize("kind", ORDINARY)
@@ -167,11 +167,11 @@ def test_a_truncated_photograph_is_named():
 
 
 def test_no_image_at_all():
-    refused(b"Not an image, but text under its name.\n" * 9, "not an image of a known format")
-    refused(bytes(10_000), "not an image of a known format")
+    refused(b"Not an image, but text under its name.\n" * 9, "is not an image of a known format")
+    refused(bytes(10_000), "is not an image of a known format")
     refused(b"\xff\xd8\xff\xe0", "")
     # A format that would start another program.
-    refused(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "not an image of a known format")
+    refused(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "is not an image of a known format")
 
 
 def test_every_damaged_byte_decodes_or_is_refused():

@@ -176,7 +176,7 @@ def test_another_torchrun_does_not_go_on_with_the_run(tmp_path):
     begun = record_of(tmp_path / "run")
     ended = torchruns("none", output, tmp_path, before=before)
     assert ended.returncode == 1
-    assert ended.stderr.count(f"output_dir={tmp_path / 'run'}: exists already") >= 2
+    assert ended.stderr.count(f"output_dir={tmp_path / 'run'}: already exists") >= 2
     assert record_of(tmp_path / "run") == begun
 
 

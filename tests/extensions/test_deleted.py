@@ -98,7 +98,7 @@ def test_what_misses_one_says_so_in_a_line(name, use, missing, tmp_path):
     command = [sys.executable, "-c", f"import mprun; {use}"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     last = done.stderr.strip().splitlines()[-1]
-    assert last == f"ModuleNotFoundError: {missing}, which is missing here"
+    assert last == f"ModuleNotFoundError: {missing}, which is not installed"
 
 
 def test_every_table_of_an_extension_is_read():

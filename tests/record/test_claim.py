@@ -47,7 +47,7 @@ def test_one_of_four_processes_wins_an_explicit_directory(tmp_path):
     for racer in racers:
         racer.stdout.close()
         racer.stderr.close()
-    assert codes.count(0) == 1 and sum("exists already" in error for error in errors) == 3
+    assert codes.count(0) == 1 and sum("already exists" in error for error in errors) == 3
 
 
 def name(*overrides: str) -> str:

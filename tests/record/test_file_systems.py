@@ -68,7 +68,7 @@ def test_without_locks_two_processes_are_not_kept_apart(name, failing, tmp_path,
     write_json(tmp_path / "alive", {})
     assert not _unwanted(tmp_path, {"ends_with_sweep": True})
     # Nor whether a folder without a record is somebody's who is about to write it.
-    with pytest.raises(Exception, match="exists already"):
+    with pytest.raises(Exception, match="already exists"):
         claim_exactly(tmp_path / "one")
 
 

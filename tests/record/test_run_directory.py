@@ -168,7 +168,7 @@ def test_the_same_command_twice_makes_two_directories_with_equal_numbers(
 
 def test_an_existing_directory_is_not_touched(scaled, capsys):
     before = {path: path.stat().st_mtime_ns for path in scaled.rglob("*")}
-    refused(capsys, *SCALED, f"output_dir='{scaled}'", says="exists already")
+    refused(capsys, *SCALED, f"output_dir='{scaled}'", says="already exists")
     assert {path: path.stat().st_mtime_ns for path in scaled.rglob("*")} == before
 
 
