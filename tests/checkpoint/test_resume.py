@@ -226,11 +226,11 @@ def forget(state: dict, what: str) -> None:
         case "hidden state":
             state["task"]["hidden"] = None
         case "momentum":
-            for own in learner["optimizer"]["state"].values():
+            for own in learner["state"].values():
                 own["momentum_buffer"].zero_()
         case "master weights":
-            for name, master in learner["optimizer"]["masters"].items():
-                master.detach().copy_(learner["model"][name])
+            for own in learner["model"].values():
+                own.copy_(own.half())  # what the 16-bit copies have of them
         case "loss scale":
             state["task"]["loss_scale"]["scale"].fill_(2.0)
         case "growth tracker":

@@ -63,7 +63,7 @@ def test_a_kill_leaves_what_can_be_finished(case, tmp_path, monkeypatch, capsys)
         assert run(tmp_path / "run", *CASES[case], *RUN) == 0
     for name, place in places.items():
         if name == "config.yaml written":
-            refused(capsys, f"resume={place}", says="no run.json there")
+            refused(capsys, f"resume={place}", says="contains no run.json")
         elif name == "after the record":
             refused(capsys, f"resume={place}", says="already at step 6 of 6")
         else:

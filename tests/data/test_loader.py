@@ -189,7 +189,7 @@ def test_skip_ends_where_too_many_files_are_damaged(tmp_path, loaders):
     for workers in (0, 1):
         loader = loaders(readers(tmp_path, on_corrupt="skip")[0], workers)
         assert loader.reader.most_replaced == 3
-        with pytest.raises(DamagedData, match="nor can 3 others of 24"):
+        with pytest.raises(DamagedData, match="and 3 others of 24"):
             for number in range(40):
                 loader.batch(number)
 
