@@ -185,7 +185,7 @@ def sweep_tables(results: dict) -> str:
     for setting in settings:
         cells = [c for c in results["sweeps"] if (c["seed_sd"], c["sd"], c["shift"]) == setting]
         seed_sd, sd, shift = setting
-        scatter = f"seeds {100 * seed_sd:g} %, differences of equal seeds {_percent(sd)}"
+        scatter = f"{100 * seed_sd:g} % between seeds, {_percent(sd)} between two runs of a seed"
         lines += ["", f"Standard deviations: {scatter}"]
         lines[-1] += f" ({shift}):" if seed_sd != SEED_SD else ":"
         lines += ["", *_rows(cells)]

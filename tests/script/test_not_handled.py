@@ -232,7 +232,7 @@ def other_autocast():
 
 
 @not_handled(
-    "multiplies codes of NVFP4 (compute capability 10.0) on two streams, or on two GPUs of one "
+    "runs NVFP4 matrix products (compute capability 10.0) on two streams, or on two GPUs of one "
     "process"
 )
 def nvfp4_on_two_streams():
