@@ -94,7 +94,7 @@ def build(config: RunConfig, device: torch.device, ranks: Ranks = ALONE) -> Buil
         steps = max(1, round((epochs or 0.0) * task.steps_per_epoch))
         if steps > MAX_STEPS:
             raise BadInput(
-                f"train.epochs={epochs}: is {steps} steps, at most {MAX_STEPS} are allowed"
+                f"train.epochs={epochs}: means {steps} steps, but at most {MAX_STEPS} are allowed"
             )
     lr = schedule_of(config.optim, steps, task.steps_per_epoch)
     rate = LearningRate(lr, [*task.learners.values()], device)

@@ -186,7 +186,7 @@ class Trial:
                 given = f"a state of {len(new)} tensors, must be () with model.carries_state=false"
                 raise BadInput(f"{returned} {given}")
             if state is not None and [s.shape for s in state] != [s.shape for s in new]:
-                raise BadInput(f"{self.name}: the state changes its shapes from batch to batch")
+                raise BadInput(f"{self.name}: the state must have the same shapes in every batch")
             state = tuple(part.detach() for part in new)
             found.append(logits)
         return found
@@ -197,7 +197,9 @@ class Trial:
         images = call("generator", generator, codes)
         if not isinstance(images, Tensor) or images.shape != real.shape:
             returned = f"generator of {shape_of(codes)} returned {shape_of(images)}"
-            raise BadInput(f"{self.name}: {returned}, the images of the data are {[*real.shape]}")
+            raise BadInput(
+                f"{self.name}: {returned}, but the images of the data are {[*real.shape]}"
+            )
         logits = call("discriminator", discriminator, images)
         if not isinstance(logits, Tensor) or logits.shape != real.shape[:1]:
             returned = f"discriminator of {shape_of(images)} returned {shape_of(logits)}"

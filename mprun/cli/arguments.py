@@ -82,7 +82,7 @@ class Arguments(argparse.ArgumentParser):
                 "overrides",
                 nargs="*",
                 metavar="KEY=VALUE",
-                help="keys of the configuration, as for a run",
+                help="KEY=VALUE settings of the configuration, as for a run",
             )
 
     def parse(self, arguments: list[str]) -> argparse.Namespace:

@@ -99,7 +99,7 @@ def parse(words: Sequence[str]) -> Namespace:
         help="with --scalar: LABEL=PATH[,PATH...], one path for each run",
     )
     add_judging(arguments)
-    add("--scalar", metavar="NAME", help="compare this scalar of other tools' logs")
+    add("--scalar", metavar="NAME", help="name of the scalar to compare in logs of other tools")
     step = "with --scalar: the step counter, unless it is step, iteration or epoch"
     add("--step", metavar="COLUMN", help=step)
     out = "folder of the report (default: compare/ beside the runs)"

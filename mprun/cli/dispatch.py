@@ -403,9 +403,9 @@ def _arguments() -> Arguments:
         "--jobs",
         type=processes,
         metavar="N",
-        help="in a sweep: at most N runs at a time (1)",
+        help="in a sweep: run at most N runs at the same time (1)",
     )
-    seconds = "sweep: kill a run without progress for so long (1800; 0: never)"
+    seconds = "in a sweep: kill a run without progress for SECONDS (1800; 0: never)"
     add("--stall-after", type=_seconds, metavar="SECONDS", help=seconds)
     damaged = "sweep: run finished runs with damaged files again"
     add("--rerun-damaged", action="store_true", help=damaged)
@@ -413,7 +413,7 @@ def _arguments() -> Arguments:
         "-cd",
         "--config-dir",
         metavar="DIR",
-        help="folder with your own options, DIR/GROUP/OPTION.yaml",
+        help="folder with your own option files, DIR/GROUP/OPTION.yaml",
     )
     add("-c", "--cfg", metavar="job|hydra|all", help="print the configuration and run nothing")
     add("-p", "--package", default="", metavar="KEY", help="with --cfg job: print only this part")
@@ -422,7 +422,12 @@ def _arguments() -> Arguments:
         action="store_true",
         help="with --cfg: has no effect, because the output is always resolved",
     )
-    add("-i", "--info", metavar="WHAT", help="Hydra's report: defaults, searchpath, config, ...")
+    add(
+        "-i",
+        "--info",
+        metavar="WHAT",
+        help="print a report of Hydra: defaults, searchpath, config, ...",
+    )
     completion = "shell completion for bash, zsh, fish"
     add("-sc", "--shell-completion", metavar="install=SHELL", help=completion)
     add("-v", "--verbose", action="store_true", help="print the whole table of step 1")

@@ -54,7 +54,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--config-dir", metavar="DIR", help=help_dir)
     parser.add_argument("--budget", dest="budget_s", metavar="SECONDS",
         type=number("--budget", 0, 86_400, "seconds"),
-        help="the tests end by then; the remaining tests are reported as not tested")  # fmt: skip
+        help="seconds after which the remaining tests are reported as not tested")  # fmt: skip
     options = parser.parse(arguments)
     folders(options.config_dir)
     from mprun.cli.machine import machine_facts  # it imports torch

@@ -49,21 +49,23 @@ def compare(
         paths: Run directories, or folders that contain runs (searched to any depth). With
             `scalar`: "LABEL=PATH[,PATH...]" for each label, as on the command line.
         baseline: The precision mode of the baseline's runs, or a path that contains these runs
-            (None: the mode that the runs' compare.baseline names).
+            (None: the mode that the runs record as compare.baseline).
         allow: Keys in which runs may nevertheless differ from the baseline.
         metric: An evaluation metric to use instead of the runs' compare.metric.
-        margin: A margin to use instead of the runs' compare.margin: relative (0.01 = 1 %) for
-            losses and distances, otherwise in the metric's unit: points for top1.
-        looks: Planned numbers of seeds for a verdict, ascending from 3.
-        scalar: Compare this scalar of other tools' logs.
+        margin: A margin to use instead of the runs' compare.margin. It is relative (0.01 = 1 %) for
+            losses and distances, otherwise in the metric's unit, such as points for top1.
+        looks: Planned numbers of seeds at which a verdict is computed, in ascending order, at least
+            3.
+        scalar: Name of the scalar to compare in the logs of other tools, instead of runs of mprun.
         step: With `scalar`: the column that counts the steps.
         higher_is_better: With `margin`: whether the metric is an accuracy or a score. It is needed
             for a `scalar`, and for a metric whose direction the runs do not record.
-        lower_is_better: Whether the metric is not an accuracy or a score, for the same cases.
+        lower_is_better: Whether lower values of the metric are better. Pass this or
+            `higher_is_better`.
         absolute: Whether the margin is in the metric's unit, not relative to the baseline.
         paired: With `scalar`: whether every label lists its runs in the order of the same seeds.
-        pair_sd: If a mode and the baseline have one run each: the known standard deviation of the
-            gap of such a pair, in the margin's unit.
+        pair_sd: For a mode and a baseline with one run each. It is the known standard deviation of
+            the gap between the two runs, in the margin's unit.
 
     Returns:
         The comparison: `verdicts`, `to_dict()`, `write(folder)`.
@@ -110,8 +112,8 @@ def compare(
         there = sorted({run.mode for run in runs})
         if isinstance(baseline, str) and baseline not in there:
             raise BadInput(
-                f"--baseline {baseline}: there is no such path, and no run of such a mode; there "
-                f"are runs of {', '.join(there)}"
+                f"--baseline {baseline}: is neither a path nor the mode of a run; there are runs "
+                f"of {', '.join(there)}"
             )
         judged_otherwise = metric is not None or margin is not None
         protos, refused = group_runs(runs, asked["--allow"], baseline, judged_otherwise)

@@ -263,15 +263,15 @@ def _margin(values: Values) -> Margin:
     if question.relative:
         if zero:
             raise BadInput(
-                f"{asked}: is relative to {of_mean}, which must not be 0: it is {mean:.3g}, which "
-                f"{number_of(len(values.base), question.counted)} cannot tell from it. Pass "
+                f"{asked}: is relative to {of_mean}, {mean:.3g}, which "
+                f"{number_of(len(values.base), question.counted)} cannot distinguish from 0. Pass "
                 "--margin X --absolute, in the unit of the metric"
             )
         return Margin(setting, mean)
     if setting >= mean / 2 and not zero:
         raise BadInput(
-            f"{asked}: is absolute, and {of_mean} is {mean:.3g}: must be below half of it, "
-            f"{mean / 2:.3g} (of a fraction half a point is 0.005)"
+            f"{asked}: is absolute, and must be below {mean / 2:.3g}, which is half of {of_mean}. "
+            "For a metric from 0 to 1, half a percentage point is 0.005"
         )
     return Margin(setting, 1.0)
 
@@ -300,7 +300,7 @@ def _decide_at_looks(decision: Decision, values: Values) -> None:
         if len(values.own) != len(values.base) or taken[-1] != available:
             raise BadInput(
                 f"--looks {','.join(map(str, plan))}: {len(values.own)} and {len(values.base)} "
-                "runs name no seeds, so it is unclear which of them a look would use. Pass "
+                "runs name no seeds, so it is unclear which runs belong to a look. Pass "
                 f"equally many runs in both labels, {' or '.join(map(str, plan))}, or name the "
                 "seeds"
             )

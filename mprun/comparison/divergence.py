@@ -159,9 +159,8 @@ def refuse_other_lengths(arm: Arm, baseline: Arm, window: int) -> None:
     for run, text in zip(runs, texts, strict=True):
         if text != texts[0]:
             raise BadInput(
-                f"{run.path}: evaluated last at step {text or 'none'}, {runs[0].path} at step "
-                f"{texts[0] or 'none'}: must be the same step, because runs of different length "
-                f"are not compared"
+                f"{run.path}: was last evaluated at step {text or 'none'}, but {runs[0].path} at "
+                f"step {texts[0] or 'none'}. Runs of different length are not compared"
             )
 
 

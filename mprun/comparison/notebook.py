@@ -90,7 +90,8 @@ class _Frames(ABC):
 
 
 class RecordedRun(_Frames):
-    """One run directory; metrics.jsonl is read on first use, and probes are read at each access.
+    """One recorded run. Its metrics.jsonl is read on first use, and its probes are read at each
+    access.
 
     Attributes:
         path: The run directory.
@@ -119,15 +120,16 @@ class RecordedRun(_Frames):
 
     @property
     def last_step(self) -> int:
-        """Return the last recorded step, from 1; 0 before the first."""
+        """Return the number of the last recorded step (the first step is 1), or 0 if there is
+        none."""
         if (recorded := self.record.get("last_step")) is not None:
             return recorded
         return max((record.get("step", 0) for record in self._metrics), default=0)
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Return "loss", "top1", "perplexity", ... of the final evaluation, or of the newest if
-        there is no final one."""
+        """Return the metrics ("loss", "top1", ...) of the final evaluation, or of the newest
+        evaluation if there is no final one."""
         final = self.record.get("final")
         if final is not None:
             return {name: float(value) for name, value in final.items()}
@@ -135,7 +137,7 @@ class RecordedRun(_Frames):
         return {name: float(own[-1]) for name, own in columns.items() if name not in NO_METRIC}
 
     def columns(self, part: Part) -> Columns:
-        """Return the data of a part without pandas, as a mapping from name to array [rows]."""
+        """Return the data of a part without pandas, as a mapping from column name to array."""
         if part == "probes":
             return _columns([row for probe in read_probes(self.path) for row in _probe_rows(probe)])
         if part not in ("train", "evals"):
@@ -238,22 +240,23 @@ class ComparedRuns(Comparison):
 
     @property
     def verdicts(self) -> "DataFrame":
-        """Return the numbers of the printed table: one row for each mode of each group, baselines
-        first.
+        """Return the numbers of the printed table, with one row for each mode of each group of
+        runs. The baselines come first.
 
         The columns difference, low, high and margin are in `unit`: "%" of the baseline's mean,
-        "points", or "" (the unit of the metric). Positive is worse. The columns speedup,
-        memory_ratio and activation_ratio are relative to the baseline. `emulated` says that speed
-        and peak memory describe the emulation.
+        "points", or "" (the unit of the metric). A positive difference is worse. The columns
+        speedup, memory_ratio and activation_ratio are relative to the baseline. If `emulated` is
+        true, speed and peak memory are those of the emulation.
         """
         return _frame(self.columns())
 
     @property
     def curves(self) -> "DataFrame":
-        """Return a row for each recorded step and evaluation of each run, as curves are drawn.
+        """Return the points of the report's curves: a row for each recorded step and evaluation of
+        each run.
 
-        `split` is "train" or "eval"; for a long run, each has at most 500 records, evenly
-        thinned.
+        The column `split` is "train" or "eval". A long run has at most 500 rows in each split,
+        evenly spaced.
         """
         rows = []
         for group in self.groups:
@@ -271,7 +274,7 @@ class ComparedRuns(Comparison):
         Args:
             name: "intervals", "difference", "loss-steps", "loss-scale", ...; for an unknown name,
                 the error lists the existing figures.
-            group: number of the configuration, if several were compared.
+            group: index of the compared configuration, from 0, if there are several.
 
         Raises: BadInput: No such figure exists. MissingExtra: matplotlib is not installed.
         """
@@ -287,8 +290,7 @@ class ComparedRuns(Comparison):
         return drawn[name]
 
     def columns(self) -> Columns:
-        """Return the data of `verdicts` without pandas, as a mapping from name to array
-        [rows]."""
+        """Return the data of `verdicts` without pandas, as a mapping from column name to array."""
         return _columns(
             [_verdict_row(group, row) for group in self.groups for row in group.every_row]
         )
@@ -301,7 +303,8 @@ class ComparedRuns(Comparison):
         """Write report.html, report.md, results.json and figures, as `mprun compare` does.
 
         Args:
-            folder: Created if missing; replaces an earlier comparison in this folder.
+            folder: The output folder. It is created if missing, and an earlier comparison in it is
+                replaced.
 
         Returns:
             The path of report.html.

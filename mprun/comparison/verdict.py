@@ -170,8 +170,8 @@ def _metric(proto: ProtoGroup, name: str, higher: bool | None) -> Metric:
             found.setdefault((own.higher_is_better, own.unit), (own, run.path))
     if not found and higher is None:
         raise BadInput(
-            f"compare.metric={name}: the runs record no direction; pass --higher-is-better (with "
-            "--margin X in its unit) or --lower-is-better"
+            f"compare.metric={name}: the runs record no direction of this metric; pass "
+            "--higher-is-better (with --margin X in its unit) or --lower-is-better"
         )
     if len(found) > 1:
         (one, path), (other, another) = [*found.values()][:2]
@@ -182,7 +182,7 @@ def _metric(proto: ProtoGroup, name: str, higher: bool | None) -> Metric:
     metric, path = next(iter(found.values()), (stated(name, bool(higher)), ""))
     if higher not in (None, metric.higher_is_better):
         flag = "--higher-is-better" if higher else "--lower-is-better"
-        raise BadInput(f"{flag}: {metric.direction} {name} is better in {path}")
+        raise BadInput(f"{flag}: contradicts {path}, where {metric.direction} {name} is better")
     return metric
 
 
@@ -209,8 +209,8 @@ def _question(proto: ProtoGroup, metric: Metric, margin: float | None, absolute:
     relative = metric.relative and not absolute
     if relative and margin >= 0.5:
         raise BadInput(
-            f"margin {margin:g}: is relative, 0.01 means 1 %; must be below 0.5 (--absolute: in "
-            "the unit of the metric)"
+            f"margin {margin:g}: is relative (0.01 means 1 %), and must be below 0.5; pass "
+            "--absolute for a margin in the unit of the metric"
         )
     return Question(
         metric=metric.name,

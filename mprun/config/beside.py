@@ -13,12 +13,13 @@ class NumericsConfig:
     probes: bool = setting(
         False, "Whether to probe exponents, underflow and lost updates; numerics=probes sets it"
     )
-    every: int = count(100, "A step is probed if this number divides it")
+    every: int = count(100, "Number of steps between two probed steps")
     modules: list[str] = setting(
         list, "Module-name patterns to probe; without any: all modules without submodules"
     )
     shadow_every: int = from_zero(
-        0, "A step is repeated in FP32, from the same weights, if this number divides it; 0: never"
+        0,
+        "Interval, in steps, of steps that are repeated in FP32 from the same weights; 0: never",
     )
     keep_failure: bool = setting(
         True,

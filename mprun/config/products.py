@@ -24,10 +24,11 @@ class MatmulConfig:
     grad_output: str | None = _format("the gradient of the output")
     granularity: str = setting(
         "tensor",
-        "Numbers that share a scale: tensor, row, RxC (R rows of C along the sum); none: scale 1",
+        "Block that shares a scale: tensor, row, or RxC (R rows of C along the sum); none: scale 1",
     )
     weight_granularity: str | None = setting(
-        None, "Granularity of weights, such as 16x16, which needs one cast; null: as in granularity"
+        None,
+        "Granularity of weights; with 16x16 one cast serves all products; null: as in granularity",
     )
     scale: str = one_of(
         "fp32 pow2 e8m0 e4m3 four_over_six delayed",
@@ -40,7 +41,7 @@ class MatmulConfig:
     )
     history: int = count(
         1024,
-        "With scale=delayed: number of updates from which the largest magnitude is taken",
+        "With scale=delayed: number of past updates whose largest magnitude sets the scale",
         at_most=1_000_000,
     )
     margin: int = from_zero(
@@ -50,7 +51,7 @@ class MatmulConfig:
     )
     grad_rounding: str = one_of(
         "nearest stochastic both",
-        "Rounding of the gradient of the output; stochastic: exact on average; both: both operands",
+        "Rounding of the gradient of the output; stochastic: unbiased; both: also other operands",
     )
     hadamard: list[str] = one_of(
         _PRODUCTS,
@@ -62,7 +63,7 @@ class MatmulConfig:
     )
     dequantized: list[str] = one_of(
         "grad_input grad_weight",
-        "Gradient products that use the numbers decoded from the casts for the output",
+        "Gradient products that use operands decoded from the casts of the forward product",
         default=list,
     )
     modules: list[str] = setting(

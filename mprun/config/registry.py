@@ -146,7 +146,7 @@ class DataConfig:
     )
     workers: int | None = ranged(
         None,
-        "Number of loader processes; null: as many as help if files are decoded, otherwise none",
+        "Number of loader processes; null: chosen by mprun if files are decoded, otherwise 0",
         at_least=0,
         at_most=256,
         role=READING,

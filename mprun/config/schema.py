@@ -50,11 +50,11 @@ class OptimConfig:
     name: str = one_of(OPTIMIZERS.keys(), "Optimizer; optim=OPTION sets it", default="sgd")
     lr: float = positive(0.1, "Learning rate; with a schedule, the highest value")
     weight_decay: float = from_zero(
-        0.0, "Weight decay: added to the gradient (L2); in adamw and muon, decoupled"
+        0.0, "Weight decay, added to the gradient as L2 decay; adamw and muon use decoupled decay"
     )
     momentum: float | None = share(None, "Momentum; 0: plain SGD")
-    nesterov: bool | None = setting(None, "Whether the momentum has Nesterov's form")
-    betas: list[float] | None = share(None, "Decay of the averages of the gradient and its square")
+    nesterov: bool | None = setting(None, "Whether to use Nesterov momentum")
+    betas: list[float] | None = share(None, "Decays of the averages of the gradient and its square")
     alpha: float | None = share(None, "Decay factor of the average of squared gradients")
     eps: float | None = from_zero(
         None, "Number added to the denominator; 2^-25 and below becomes 0 in FP16"
@@ -67,19 +67,19 @@ class OptimConfig:
     )
     adjust_lr: str | None = one_of(
         "original match_rms_adamw spectral_unclamped",
-        "Scaling of Muon's learning rate by matrix shape; match_rms_adamw: use AdamW's rates",
+        "How Muon's learning rate depends on a matrix's shape; match_rms_adamw: use AdamW's rates",
         default=None,
     )
     adamw_lr_factor: float | None = positive(
-        None, "Learning rate of the parameters that AdamW updates, relative to Muon's matrices"
+        None, "Learning rate of the parameters that AdamW updates, relative to that of Muon"
     )
     implementation: str = one_of("auto fused foreach loop", "torch's implementation of the update")
     schedule: str = one_of(
         "constant cosine linear polynomial step epoch_decay",
-        "Learning-rate schedule over applied updates; a skipped update does not advance it",
+        "Learning-rate schedule; a skipped update does not advance the schedule",
     )
     warmup_updates: int = from_zero(
-        0, "Updates during which the rate rises linearly to lr; 0: none"
+        0, "Number of updates during which the learning rate rises linearly to lr; 0: no warmup"
     )
     warmup_epochs: float = from_zero(
         0.0, "Number of epochs in which the learning rate rises to lr, instead of warmup_updates"
@@ -90,7 +90,7 @@ class OptimConfig:
     power: float = positive(1.0, "schedule=polynomial: exponent of the remaining share of the run")
     milestones: list[float] = fraction(list, "schedule=step: shares of the run at which lr drops")
     gamma: float = fraction(0.1, "schedule=step, epoch_decay: factor on lr at each drop")
-    constant_epochs: float | None = from_zero(None, "schedule=epoch_decay: epochs before any drop")
+    constant_epochs: float | None = from_zero(None, "schedule=epoch_decay: epochs before lr drops")
     bias_lr_factor: float = positive(1.0, "Learning rate of biases relative to weights; Caffe: 2")
     decay_bias: bool = setting(True, "Apply weight decay to biases outside of norm layers")
     decay_norm: bool = setting(True, "Apply weight decay to gain and shift of norm layers")
@@ -134,14 +134,14 @@ class UpdateConfig:
     )
     state_dtype: str | None = one_of(
         _STATES,
-        "Format of the optimizer state; 8 bits: in blocks of 256; null: the format of the update",
+        "Format of the optimizer state; 8 bits: in blocks of 256; null: as the update computes it",
         default=None,
     )
     square_dtype: str | None = one_of(
         _STATES, "Format of averages and sums of squares; null: state_dtype", default=None
     )
     state_rounding: str = one_of(
-        "nearest stochastic", "Rounding of BF16 optimizer state; stochastic: exact on average"
+        "nearest stochastic", "Rounding of BF16 optimizer state; stochastic: without bias"
     )
 
     @property
@@ -170,12 +170,12 @@ class PrecisionConfig:
     )
     grad_dtype: str = one_of(
         DTYPES,
-        "Dtype of unscaled gradients; without master weights also of their accumulation",
+        "Dtype of unscaled gradients; without master weights, gradients also accumulate in it",
         restates=False,
     )
     loss_dtype: str = one_of(DTYPES, "Dtype of softmax and loss", restates=False)
     autocast_dtype: str | None = one_of(
-        "fp16 bf16", "Dtype of torch.autocast's operation lists; null: no autocast", default=None
+        "fp16 bf16", "Dtype of products under torch.autocast; null: no autocast", default=None
     )
     fp32_math: str = one_of(
         "ieee tf32", "FP32 products: ieee in full precision, tf32 with TF32 inputs"
@@ -192,7 +192,7 @@ class PrecisionConfig:
     )
     reduce_order: str = one_of(
         "rank ring tree fp32",
-        "Order of the sum over ranks; ring: as in gloo; tree: in pairs; fp32: rounded once",
+        "Order of the sum over ranks; ring: as in gloo; tree: in pairs; fp32: FP32, rounded once",
     )
     matmul: MatmulConfig = setting(MatmulConfig, "Linear layers in 8 or 4 bits")
     attention: AttentionConfig = setting(AttentionConfig, "Attention in FP8")
@@ -201,7 +201,7 @@ class PrecisionConfig:
         dict, "Dtype of modules by name pattern, such as precision.overrides.fc=fp32"
     )
     switch: list[SwitchConfig] = setting(
-        list, "Later modes, [{at: 0.85, to: MODE}]; at: share of the run, or step; []: one mode"
+        list, "Later modes, [{at: 0.85, to: MODE}]; at: share of the run, or a step; []: none"
     )
 
 
@@ -216,7 +216,7 @@ class ScalerConfig:
     name: str = setting(MISSING, "Name of the loss scaler and of its file")
     kind: str = one_of(SCALERS.keys(), "Rule of the loss scale; none: no scaling", default="none")
     per: str = one_of(
-        "shared optimizer", "Sharing of loss scales (GANs): one for all, or one per optimizer"
+        "shared optimizer", "In a GAN: one loss scale for all optimizers, or one for each"
     )
     scale: float | None = _scale("Constant loss scale")
     init_scale: float | None = _scale("Loss scale at the start")
@@ -227,13 +227,13 @@ class ScalerConfig:
     )
     hysteresis: int | None = count(
         None,
-        "Overflows since the last growth that lower the scale; 1: the first one does",
+        "Number of overflows since the last growth that lower the scale; 1: the first overflow",
         below=2**31,
     )
     min_scale: float | None = _scale("Smallest loss scale")
     max_scale: float | None = _scale("Largest loss scale")
     max_consecutive_skips: int | None = count(
-        None, "Skips in a row, with the scale at min_scale, that end a run as diverged", below=2**31
+        None, "Skips in a row, at the smallest scale, that end a run as diverged", below=2**31
     )
     # Settings of single rules; null: as in torch.amp.
     growth_delay: int | None = from_zero(
@@ -241,21 +241,21 @@ class ScalerConfig:
     )
     refill_on_clean_step: bool | None = setting(
         None,
-        "Every step without overflow restores the hysteresis; null and false: only growth does",
+        "Whether each step without overflow restores the hysteresis; null, false: only growth does",
     )
     tolerance: float | None = part(
-        None, "Share of steps that must overflow to lower the loss scale; null: 0, at each overflow"
+        None, "Share of steps that must overflow to lower the scale; null: 0, each overflow does"
     )
     hold_at_floor: bool | None = setting(
-        None, "Omit a backoff to min_scale or below; null and false: the scale stops at min_scale"
+        None, "Whether a fall to min_scale or below is omitted; null, false: it ends at min_scale"
     )
     log_max: float | None = ranged(
-        None, "Upper target for log2 of the largest scaled gradient plus its deviations"
+        None, "Target for log2 of the largest scaled gradient plus overflow_std_dev deviations"
     )
     beta1: float | None = fraction(None, "Decay of the average of log2 of the largest gradient")
     beta2: float | None = fraction(None, "Decay of the averages for the standard deviation")
     overflow_std_dev: float | None = from_zero(
-        None, "Standard deviations of room below log_max; 3.09: 1 overflow in 1,000", at_most=100.0
+        None, "Standard deviations free below log_max; 3.09: 1 overflow in 1,000", at_most=100.0
     )
 
     @property
@@ -356,13 +356,13 @@ class CompareConfig:
         "Largest difference that matches: share of the baseline's mean, or in the metric's unit",
     )
     higher_is_better: bool | None = setting(
-        None, "Direction of a metric that its task does not declare; null: as declared", role=JUDGED
+        None, "Whether higher values are better; null: as the task declares", role=JUDGED
     )
-    baseline: str = setting("fp32", "Precision mode with which the others are compared")
+    baseline: str = setting("fp32", "Precision mode with which the other modes are compared")
     window: int = count(1, "Number of evaluations to average, counted from the last")
     plan: list[int] | None = setting(
         None,
-        "First seed, seeds at the first look, maximum; -m until=decided sets it; null: no plan",
+        "First seed, seeds before the first verdict, most seeds (-m until=decided); null: none",
         role=LABEL,
     )
     pair_sd: float | None = positive(
@@ -403,7 +403,7 @@ class RunConfig:
     )
     nodes: int = count(
         1,
-        "Number of machines; each has as many ranks as devices says",
+        "Number of machines; each machine runs the number of ranks that devices sets",
         at_most=65_536,
         role=READING,
     )
@@ -431,7 +431,7 @@ class RunConfig:
     verbose: bool = setting(
         False, "Whether to print the whole table of step 1; -v sets it", role=READING
     )
-    deterministic: bool = setting(False, "Deterministic kernels, cudnn.benchmark off")
+    deterministic: bool = setting(False, "Whether to use deterministic kernels only")
     name: str | None = setting(None, "Label in the path of the run; null: no label", role=LABEL)
     output_root: str = setting(
         "outputs", "Folder in which run directories are created", role=LABEL, path=True
@@ -443,5 +443,5 @@ class RunConfig:
         None, "Run directory to continue; null: a new run", role=LABEL, path=True
     )
     basis: str | None = setting(
-        None, "Source of the settings, such as the hash of a file; null: no source", role=LABEL
+        None, "Origin of the settings, such as the hash of a file; null: not stated", role=LABEL
     )

@@ -194,6 +194,8 @@ class Cifar10(ImageStore):
 def _first(part: Part, size: int | None, name: str, stream: int) -> Batch:
     n = len(part.labels)
     if size is not None and not 1 <= size <= n:
-        raise ValueError(f"{name}={size} is not allowed: 1 to {n}, the size of the split, or None")
+        raise ValueError(
+            f"{name}={size} is not allowed: must be 1 to {n}, the size of the split, or None"
+        )
     chosen = permutation(SPLIT_SEED, stream, n)[:size].numpy()
     return torch.from_numpy(part.images[chosen]), torch.from_numpy(part.labels[chosen])

@@ -230,36 +230,40 @@ class Served(TypedDict):
 
 
 class DatasetSource(LoadedSource):
-    """Two data sets of ``(image, label)``: map-style (``__len__``, ``__getitem__``), or streams.
+    """A source for two data sets of ``(image, label)``, map-style (``__len__``, ``__getitem__``) or
+    streams.
 
-    An image is a tensor ``[channels, height, width]``, uint8 or floating point, all with the same
-    shape; a label is an integer from 0 to below ``num_classes``. Batches are ``(images float32
+    An image is a tensor ``[channels, height, width]``, uint8 or floating point. All images have the
+    same shape. A label is an integer from 0 to below ``num_classes``. Batches are ``(images float32
     [batch, channels, height, width], labels int64 [batch])`` on ``device``. Images in uint8 are
     copied to the device as bytes and become ``(image - offset) / divisor``, by default 0 to 1.
     Floating-point images stay unchanged.
 
-    The training items have a new permutation for each (seed, epoch), without the rest that fills
-    no batch. The held-out items keep their order. Around each ``__getitem__`` the global
-    generators of Python, NumPy and torch (CPU) are seeded from (seed, epoch, index), for held-out
-    items only from the index. Afterwards the generators are restored. Augmentation that uses
-    these generators repeats exactly for any number of workers and resume point. Other generators
-    are refused.
+    The training items have a new order for each (seed, epoch); items at the end that do not fill a
+    batch are left out. The held-out items keep their order. During each call of ``__getitem__`` the
+    global random generators of Python, NumPy and torch (CPU) have a seed. It is computed from
+    (seed, epoch, index) for a training item, and from the index alone for a held-out item. After
+    the call the generators get back their former state. Random augmentation that uses these
+    generators repeats exactly for any number of workers, also in a resumed run. Augmentation with
+    other generators is refused.
 
     A stream, such as a `torch.utils.data.IterableDataset`, is iterated from its start in each
     epoch, after ``set_epoch(epoch)`` if it has this method. A stream determines the order of its
-    items; the index of an item is its position. Every epoch has as many items as ``__len__``, or
-    ``train_samples`` and ``eval_samples``, say. Each process and each rank reads the whole stream,
-    so it must not divide itself among ranks.
+    items; the index of an item is its position. Every epoch has the number of items that
+    ``__len__`` returns, or ``train_samples`` and ``eval_samples``. Each process and each rank reads
+    the whole stream, so the stream must not divide its items among ranks.
 
-    ``workers`` processes read training items in advance, and as many read held-out items; 0: the
-    calling thread reads. These processes need picklable data sets, and end with ``close()``.
-    ``sha256`` covers up to 64 items of each split, evenly spaced, and both lengths. A value that
-    you pass is recorded unchecked. ``served`` are fields of `Serving`.
+    ``workers`` processes read training items in advance, and the same number of processes read
+    held-out items. With ``workers=0`` the calling thread reads all items. Worker processes need
+    data sets that can be pickled, and ``close()`` ends the processes. If you pass no ``sha256``, it
+    is computed from both lengths and from up to 64 evenly spaced items of each split. A value that
+    you pass is recorded without a check. The further arguments ``served`` are the fields of
+    `Serving`.
 
     Raises:
         ValueError: An argument is out of range.
         DamagedData: An item cannot be used or raises an exception; the message names it.
-        Resource: A process is lost.
+        Resource: A worker process has ended unexpectedly.
     """
 
     def __init__(

@@ -396,7 +396,7 @@ class LoadedSource(Source):
         numbers = self._train.loader.numbers
         at_least(0, index=index)
         if index % numbers.parts not in numbers.own:
-            raise ValueError(f"index={index} is not allowed: a batch of another rank")
+            raise ValueError(f"index={index} is not allowed: this batch belongs to another rank")
         images, labels = self._train.batch(index)
         return self._float(images), labels
 

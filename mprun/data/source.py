@@ -165,7 +165,8 @@ class EpochOrder:
     def __init__(self, seed: int, n: int, batch_size: int, device: torch.device) -> None:
         if not 1 <= batch_size <= n:
             raise ValueError(
-                f"batch_size={batch_size} is not allowed: 1 to {n}, the size of the training split"
+                f"batch_size={batch_size} is not allowed: must be 1 to {n}, the number of "
+                "training samples"
             )
         at_least(0, seed=seed)
         self.batches_per_epoch = n // batch_size
@@ -224,7 +225,7 @@ class Reader(ABC):
         at_least(0, index=number)
         start = number * self.batch_size
         if start >= self.samples:
-            raise ValueError(f"index={number} is not allowed: below {len(self)}")
+            raise ValueError(f"index={number} is not allowed: must be below {len(self)}")
         return list(range(start, min(start + self.batch_size, self.samples)))
 
     @abstractmethod
@@ -239,7 +240,7 @@ def at_least(least: int, **values: int) -> None:
     """Raise ``ValueError`` that names the first of ``values`` below ``least``."""
     for name, value in values.items():
         if value < least:
-            raise ValueError(f"{name}={value} is not allowed: {least} or more")
+            raise ValueError(f"{name}={value} is not allowed: must be {least} or more")
 
 
 @contextmanager

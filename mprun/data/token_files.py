@@ -95,7 +95,7 @@ class EncodedFile(TokenFile):
             what = "an odd number of bytes" if width == 2 else "no multiple of four bytes"
             raise DamagedData(
                 f"{path}: {what} ({self.bytes}), must be a multiple of {width}, the "
-                f"bytes of a token"
+                "number of bytes per token"
             )
         self.tokens = rest // width
         if headed and promised != self.tokens:

@@ -123,7 +123,7 @@ class TokenStreams(Source):
 
     def train_batch(self, index: int) -> Batch:
         if index < 0:  # here: a step's path through the files is short
-            raise ValueError(f"index={index} is not allowed: 0 or more")
+            raise ValueError(f"index={index} is not allowed: must be 0 or more")
         epoch, batch = divmod(index, self.batches_per_epoch)
         block, batch = divmod(batch, self._block)
         if (epoch, block) != self._loaded:
@@ -242,12 +242,12 @@ class _Ring:
 
 
 class TokenSource(TokenStreams):
-    """A source for the user's tokens: two sequences of ids, integer ``[tokens]``, 0 to below
+    """A source for the user's tokens, two integer tensors ``[tokens]`` with ids from 0 to below
     ``vocab_size``.
 
     Batches are int64 ``[time, batch]`` on ``device``, like the batches of `TokenStreams`.
-    ``sha256`` covers every token. Both sequences are stored as int64 in memory, 8 bytes per
-    token.
+    ``sha256`` is computed from all tokens. Both sequences are stored as int64 in memory, 8 bytes
+    per token.
 
     Raises:
         ValueError: An argument is out of range.

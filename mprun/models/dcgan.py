@@ -99,7 +99,9 @@ def _started(layers: nn.Sequential) -> nn.Sequential:
 def _widths(image_size: int, width: int) -> list[int]:
     """Return the filters of the layers with maps of image_size / 2, ..., 8, 4 px, in that order."""
     if image_size < 16 or image_size & (image_size - 1):
-        raise ValueError(f"image_size={image_size} is not allowed: a power of two, at least 16")
+        raise ValueError(
+            f"image_size={image_size} is not allowed: must be a power of two, at least 16"
+        )
     return [width * 2**i for i in range(image_size.bit_length() - 3)]
 
 

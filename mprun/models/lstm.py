@@ -44,7 +44,7 @@ class StackedLSTM(nn.Module):
         super().__init__()
         if projection_size >= hidden_size:
             raise ValueError(
-                f"projection_size={projection_size} is not allowed: 0 for no projection, "
+                f"projection_size={projection_size} is not allowed: must be 0 (no projection), "
                 f"otherwise below hidden_size={hidden_size}"
             )
         between = dropout if num_layers > 1 else 0.0
@@ -171,11 +171,11 @@ class LogUniformSampler:
     def __init__(self, vocabulary: int, count: int):
         if not 1 <= count <= vocabulary:
             raise ValueError(
-                f"count={count} is not allowed: 1 to {vocabulary}, the size of the vocabulary"
+                f"count={count} is not allowed: must be 1 to {vocabulary}, the vocabulary's size"
             )
         # FP32 counts to 2^24 exactly.
         if vocabulary >= 2**24:
-            raise ValueError(f"vocabulary={vocabulary} is not allowed: below {2**24}")
+            raise ValueError(f"vocabulary={vocabulary} is not allowed: must be below {2**24}")
         self.vocabulary, self.count = vocabulary, count
 
     def probability(self, ids: Tensor) -> Tensor:

@@ -25,21 +25,23 @@ from mprun.torch_private import TorchDispatchMode, dispatch_modes, function_mode
 
 
 class ForwardContext:
-    """Autocast and CPU emulation of one policy. A prepared model enters this context in its calls
-    and passes:
+    """A context with the autocast and the CPU emulation of one policy. A prepared model enters it
+    in its forward and backward passes:
 
         with forward_context:                 # forward AND backward
             with forward_context.autocast():  # forward only
                 outputs = model(inputs)
             ...backward...
 
-    Entering the context again inside itself changes nothing, so each part of a step may enter it.
+    The context may be entered again inside itself without effect, so each part of a step may enter
+    it.
 
-    On a CPU 16-bit formats are emulated and autocast follows CUDA's lists; on CUDA the context
-    changes nothing.
+    On a CPU, 16-bit formats are emulated, and autocast follows CUDA's operation lists. On CUDA the
+    context changes nothing.
 
     Args:
-        native: whether a CPU emulates nothing; autocast then follows torch's lists for a CPU.
+        native: whether a CPU runs torch's own 16-bit kernels, without emulation. Autocast then
+            follows torch's operation lists for a CPU.
         overrides: the dtypes of the policy's module overrides; 16-bit overrides are also
             emulated.
     """
@@ -90,16 +92,16 @@ class ForwardContext:
         self._entered.pop().__exit__(*exception)
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Return a new autocast block for one forward pass, or a no-op."""
+        """Return a new `torch.autocast` block for one forward pass, or an empty context if the mode
+        has none."""
         if self.policy.autocast_dtype is None:
             return nullcontext()
         return torch.autocast(self.device.type, dtype=self.policy.autocast_dtype)
 
     def rerouted(self) -> dict[str, int]:
-        """Return the number of calls that the emulation has computed so far, by "phase
-        operation".
+        """Return how many calls the emulation has computed so far, by phase and operation.
 
-        Products of scaled operands count by their formats, "forward e4m3 x e4m3".
+        A product of scaled operands is named by their formats, as in "forward e4m3 x e4m3".
         """
         total = sum((emulation.rerouted for emulation in self.emulations), Counter())
         found = Counter(self.earlier)
@@ -121,8 +123,8 @@ class ForwardContext:
         return set_back
 
     def recurrent_layers(self) -> Counter[tuple[str, torch.dtype]]:
-        """Count the recurrent layers that the emulation computed as a whole, by phase and
-        dtype: none of their operations reaches a dispatch mode."""
+        """Count the recurrent layers that the emulation computed as a whole, by phase and dtype. A
+        `TorchDispatchMode` sees none of their operations."""
         found: Counter[tuple[str, torch.dtype]] = Counter()
         for emulation in self.emulations:
             for (operation, phase), count in emulation.rerouted.items():
@@ -131,9 +133,11 @@ class ForwardContext:
         return found
 
     def kind(self) -> str:
-        """Return how narrow products are computed: "emulated-fp16", "native-bf16", ... or "none".
+        """Return how products in 16 or fewer bits are computed: "emulated-fp16", "native-bf16",
+        ..., "none".
 
-        "decoded-e2m1" means products of the decoded numbers on CUDA; see `how_multiplied`.
+        "decoded-e2m1" means that CUDA decodes numbers in E2M1 before it multiplies; see
+        `how_multiplied`.
         """
         how = "emulated" if self.emulations else "native"
         found = [f"{how}-{DTYPE_NAMES[dtype]}" for dtype in self.half_dtypes]
@@ -151,8 +155,8 @@ class ForwardContext:
         return [] if how is None else [f"emulated-{name}" for name in dict.fromkeys(how.names)]
 
     def missing(self) -> str | None:
-        """Return the part of the mode that has not run so far, "emulated-fp16"; None if
-        unknown."""
+        """Return the part of the mode that has not run so far, such as "emulated-fp16", or None if
+        no part is known to be missing."""
         ran = self.rerouted()
         scaled = [" x " in name for name in ran]
         attended = [name.endswith("-attention") for name in ran]
@@ -171,11 +175,12 @@ def why_unsupported(
     """Return the reason why `device` cannot run `policy` as defined, or None if it can.
 
     TF32 and BF16 Tensor Cores exist from compute capability 8.0 on (NVIDIA Ampere), and FP8 Tensor
-    Cores from 8.9 on. Test products in FP8 show whether torch supports this policy on the device.
-    Products of decoded numbers run in BF16. GPUs with ROCm have different version numbers: they
-    have no TF32, and test products show the rest.
+    Cores from 8.9 on. For FP8, small test products show whether torch supports this policy on the
+    device. Formats that are decoded before a product are multiplied in BF16. GPUs with ROCm have
+    other version numbers. They have no TF32, and only the test products show what else they
+    support.
 
-    overrides: dtypes of module overrides.
+    overrides: the dtypes in the policy's module overrides.
     """
     if device.type == "cpu":
         if policy.fp32_math == "tf32":
@@ -208,7 +213,8 @@ def why_no_lstm(
 ) -> str | None:
     """Return why torch's LSTM on `device` does not compute in the policy's dtype, or None.
 
-    The function runs a tiny LSTM, as a model would: a CPU lacks the float16 layer under autocast.
+    The function runs a tiny LSTM as a model would. For example, a CPU has no float16 LSTM under
+    autocast.
     """
     wanted = policy.half_dtype
     if wanted is None:

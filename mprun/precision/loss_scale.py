@@ -28,14 +28,14 @@ from mprun.torch_private import update_scale_
 
 
 class LossScale(ABC):
-    """State and bookkeeping shared by the kinds `none`, `static`, `dynamic` and `logmax`.
+    """The base class of the loss scales `none`, `static`, `dynamic` and `logmax`.
 
-    All state consists of 0-dim tensors on one device (unless stated otherwise), changed only in
-    place. A training step neither waits for the device nor moves these tensors, so the calls can
-    be captured in a CUDA graph. One iteration multiplies the loss, or the gradient that enters its
-    model in a backward pass, by `scale`, and gradients by `inverse()`. Then `record` is called,
-    once per optimizer that shares the scale. The update is applied or skipped, and `update` is
-    called once.
+    The state consists of tensors on one device, 0-dim unless stated otherwise, and changes only in
+    place. A training step neither waits for the device nor moves these tensors, so the calls can be
+    captured in a CUDA graph. An iteration multiplies the loss by `scale`, or instead the gradient
+    with which the model's backward pass begins. It multiplies the parameters' gradients by
+    `inverse()`. Then `record` is called once for each optimizer that shares the scale. The
+    optimizers apply or skip their updates, and `update` is called once.
 
     Raises:
         ValueError: An argument of a constructor is out of range; the message names it.
@@ -81,17 +81,17 @@ class LossScale(ABC):
             raise TypeError(f"rule: must be a {kind.__name__}")
 
     def inverse(self) -> Tensor:
-        """Return 1/scale, float32, 0-dim; computed in float64 and rounded once, as in
+        """Return 1/scale as a 0-dim float32 tensor, computed in float64 and rounded once, as in
         torch.amp."""
         return torch.div(self._one, self.scale, out=torch.empty_like(self.scale))
 
     def record(self, found_inf: Tensor, grad_max: Tensor | None = None) -> None:
-        """Combine the flag of one optimizer with `found_inf` (logical or).
+        """Set the state `found_inf` to 1 if the argument, the flag of one optimizer, is set.
 
-        The flag is one element of any dtype. The flag is non-zero or NaN if a gradient was not
-        finite.
+        The flag is a tensor of one element, of any dtype. Its value is non-zero or NaN if a
+        gradient of the optimizer was not finite.
 
-        grad_max: only used by `logmax`.
+        grad_max: the largest gradient magnitude, which only `logmax` uses.
         """
         self.found_inf.logical_or_(found_inf.reshape(()))
 
@@ -102,7 +102,7 @@ class LossScale(ABC):
 
     def collapsed(self) -> Tensor:
         """Return whether `max_consecutive_skips` steps in a row were skipped and the scale cannot
-        back off further; bool, 0-dim."""
+        decrease further, as a 0-dim bool tensor."""
         return self.stuck & (self.consecutive_skips >= self.max_consecutive_skips)
 
     def _count(self, overflow: Tensor) -> None:
@@ -156,12 +156,12 @@ class NoLossScale(LossScale):
 
 
 class StaticLossScale(LossScale):
-    """A scale that never changes; overflowing steps are skipped and counted.
+    """A loss scale that never changes. Steps with a non-finite gradient are skipped and counted.
 
     Args:
         scale: FP32, from 2**-126 to 2**126.
-        max_consecutive_skips: >= 1; the fixed scale counts as its own floor, so `collapsed()` is
-            true after this many skips in a row.
+        max_consecutive_skips: >= 1. After this many skips in a row `collapsed()` is true, because a
+            fixed scale cannot decrease.
     """
 
     kind = "static"
@@ -178,10 +178,11 @@ class StaticLossScale(LossScale):
 
 
 class DynamicLossScale(LossScale):
-    """A scale that backs off on overflow and grows after `growth_interval` clean steps.
+    """A loss scale that decreases after an overflow and grows after `growth_interval` clean steps.
 
     Args:
-        rule: the rule that decides when; by default the rule of torch.amp.GradScaler.
+        rule: when and by how much the scale changes. The default is the rule of
+            torch.amp.GradScaler.
     """
 
     kind = "dynamic"
@@ -226,11 +227,12 @@ class DynamicLossScale(LossScale):
         self._count(overflow)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load as `LossScale.load_state_dict` does, then clamp to the bounds and counts of this
-        object.
+        """Load the state as `LossScale.load_state_dict` does, then clamp it to the limits of this
+        object's rule.
 
-        With the same arguments, nothing is clamped. With a shorter interval, a saved tracker could
-        lie past the interval, and the scale would never grow again.
+        If the saved state has the same rule, clamping changes nothing. If this object has a shorter
+        `growth_interval`, the saved count of clean steps could exceed it, and without clamping the
+        scale would never grow again.
         """
         super().load_state_dict(state)
         self.scale.clamp_(self.rule.min_scale, self.rule.max_scale)
@@ -259,21 +261,22 @@ class DynamicLossScale(LossScale):
 
 
 class LogMaxLossScale(LossScale):
-    """A scale that keeps log2 max|gradient| + `overflow_std_dev` deviations at `log_max`.
+    """A loss scale computed from recent values of log2 of the largest gradient.
 
-    Kuchaiev et al., arXiv 1805.10387, "LogNormal" scaling; NVIDIA/OpenSeq2Seq,
-    optimizers/automatic_loss_scaler.py, LogMaxScaler. Let x be log2 of the step's largest unscaled
-    gradient magnitude, and mu the moving average of x (`beta1`). Let sigma be the standard
-    deviation from moving averages of x and x**2 (`beta2`). All are bias-corrected. Then
-    scale = 2**(log_max - mu - overflow_std_dev * sigma), kept in [min_scale, max_scale]. With 3.09
-    standard deviations, the probability of overflow is 0.001. Overflowing steps are skipped.
+    The method is the "LogNormal" scaling of Kuchaiev et al., arXiv 1805.10387. Its original code is
+    NVIDIA/OpenSeq2Seq, optimizers/automatic_loss_scaler.py, LogMaxScaler. Let x be log2 of the
+    step's largest unscaled gradient magnitude, and mu the moving average of x (`beta1`). Let sigma
+    be the standard deviation from moving averages of x and x**2 (`beta2`). All are bias-corrected.
+    Then scale = 2**(log_max - mu - overflow_std_dev * sigma), kept in [min_scale, max_scale]. With
+    3.09 standard deviations, the probability of overflow is 0.001. Overflowing steps are skipped.
 
-    This class differs from the source: averages are float64, because E[x**2] - E[x]**2 cancels in
-    float32. The formula uses `log_max`, while the source uses 16. A step whose largest gradient is
-    0 changes nothing, while the source computes log2(0). A step with a non-finite gradient counts
-    as x = `overflow_log2` (default: `log_max`). The source uses 2**log_max in this logarithm, so
-    one overflow keeps the scale at its floor for hundreds of steps: `overflow_log2=2.0**16`
-    reproduces this.
+    This class differs from the original code in four points. The averages are float64, because
+    E[x**2] - E[x]**2 cancels in float32. The formula uses `log_max`, where the original code always
+    uses 16. If the largest gradient of a step is 0, the averages and the scale stay unchanged; the
+    original code would compute log2(0). A step with a non-finite gradient counts as x =
+    `overflow_log2` (default: `log_max`). The original code uses x = 2**log_max instead, so one
+    overflow keeps the scale at its floor for hundreds of steps; `overflow_log2=2.0**16` reproduces
+    this.
 
     Args:
         rule: the numbers of this formula.
@@ -301,11 +304,11 @@ class LogMaxLossScale(LossScale):
         self._betas = torch.tensor(betas, dtype=torch.float64, device=device)
 
     def record(self, found_inf: Tensor, grad_max: Tensor | None = None) -> None:
-        """Combine the flag of one optimizer with `found_inf`, and keep the largest `grad_max` of
-        the iteration.
+        """Record the flag as `LossScale.record` does, and keep the largest `grad_max` of the
+        iteration.
 
-        `grad_max` is one element, floating point, max |gradient| after unscaling, and is ignored
-        when the iteration overflows; None raises ValueError.
+        `grad_max` is a floating-point tensor of one element, the largest magnitude of the unscaled
+        gradients. If the iteration overflows, `grad_max` is ignored. None raises ValueError.
         """
         if grad_max is None:
             raise ValueError("grad_max=None: logmax needs the largest unscaled gradient magnitude")

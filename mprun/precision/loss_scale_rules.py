@@ -48,24 +48,28 @@ def _check_range(rule: Any) -> None:
 class DynamicRule:
     """The rule by which a `DynamicLossScale` backs off and grows.
 
-    With the defaults of the last four fields, this is the rule of torch.amp.GradScaler (same
-    kernel) inside [min_scale, max_scale]. The other published rules are in conf/scaler/*.yaml.
+    If the last four fields have their defaults, this is the rule of torch.amp.GradScaler (with the
+    same kernel), limited to [min_scale, max_scale]. The files conf/scaler/*.yaml contain other
+    published rules. A clean step is one without overflow.
 
     Args:
         init_scale, min_scale, max_scale: FP32, 2**-126 <= min <= init <= max <= 2**126.
-        growth_factor: > 1; the product is computed in float64 and rounded once.
-        backoff_factor: in (0, 1); the product is computed in the same way.
-        growth_interval: >= 1; clean steps since the start, the last growth or the last overflow.
-        hysteresis: >= 1; credit. Each overflow uses one credit; the overflow that uses the last
-            credit, and later ones, lower the scale. Growth restores the credits; with
-            `refill_on_clean_step` every clean step also restores them.
+        growth_factor: > 1; multiplies the scale, in float64 with one rounding, when it grows.
+        backoff_factor: in (0, 1); multiplies the scale in the same way when it decreases.
+        growth_interval: >= 1; the scale grows after this many clean steps since the start, the last
+            growth or the last overflow.
+        hysteresis: >= 1; number of credits. Each overflow uses one credit. The overflow that uses
+            the last credit lowers the scale, and so does each later overflow. Growth of the scale
+            restores all credits; with `refill_on_clean_step` every clean step also does so.
         max_consecutive_skips: >= 1, see `LossScale.collapsed`.
         growth_delay: >= 0; additional clean steps before the first growth after the start or an
             overflow.
-        tolerance: in [0, 1]; back off only if overflows since the last backoff / steps since the
-            last growth or backoff >= tolerance. The tolerance excludes hysteresis > 1.
-        hold_at_floor: whether a backoff that would reach `min_scale` or less is omitted; otherwise
-            the scale is clamped.
+        tolerance: in [0, 1]; an overflow lowers the scale only if the rate of overflows is at least
+            this value. This rate is the number of overflows since the last decrease of the scale,
+            divided by the number of steps since its last change. With a tolerance above 0,
+            hysteresis must be 1.
+        hold_at_floor: whether an overflow leaves the scale unchanged if the decreased scale would
+            be `min_scale` or less. If False, the scale then becomes `min_scale`.
 
     Raises:
         ValueError: An argument is out of range; the message names it.
@@ -97,7 +101,7 @@ class DynamicRule:
 
     @property
     def last_scale(self) -> float:
-        """Return the scale at or below which an overflow cannot lower the scale."""
+        """Return the largest scale that an overflow can no longer lower."""
         floor = self.min_scale / (self.backoff_factor if self.hold_at_floor else 1.0)
         return min(floor, self.max_scale)
 
@@ -107,13 +111,13 @@ TORCH_AMP = DynamicRule()
 
 @dataclass(frozen=True, slots=True)
 class LogMaxRule:
-    """The target of a `LogMaxLossScale` and its averages.
+    """The numbers in the formula of `LogMaxLossScale`: its target and the decay of its averages.
 
     Args:
         init_scale, min_scale, max_scale: FP32, 2**-126 <= min <= init <= max <= 2**126.
-        log_max, overflow_log2: finite, at most 2**31 in magnitude.
-        beta1, beta2: in (0, 1).
-        overflow_std_dev: in [0, 100].
+        log_max, overflow_log2: finite numbers of at most 2**31 in magnitude.
+        beta1, beta2: decay of the averages, in (0, 1).
+        overflow_std_dev: number of standard deviations, in [0, 100].
         max_consecutive_skips: >= 1, see `LossScale.collapsed`.
 
     Raises:

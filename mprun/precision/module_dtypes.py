@@ -163,14 +163,14 @@ def caller_of(modules: Mapping[str, nn.Module], name: str) -> str:
 def _refuse_uncalled(modules: Mapping[str, nn.Module], name: str, what: str) -> None:
     kind = type(modules[name]).__name__
     if not name:
-        raise ValueError(f"{what}: the model is a {kind} that is never called")
+        raise ValueError(f"{what}: the model is a {kind} whose forward is never called")
     outer = caller_of(modules, name)
     whose = f"{outer} computes with its parameters; override {outer}"
     if not outer:
         whose = f"the model itself computes with its parameters; override {FORWARD}"
     if not any(True for _ in modules[name].parameters()):
         whose = "it is empty"
-    raise ValueError(f"{what} matches {name}, a {kind} that is never called itself: {whose}")
+    raise ValueError(f"{what} matches {name}, a {kind} whose forward is never called: {whose}")
 
 
 def stays_in_fp32(module: nn.Module, policy: PrecisionPolicy) -> bool:

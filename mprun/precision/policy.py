@@ -50,31 +50,37 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True, slots=True)
 class PrecisionPolicy:
-    """The dtype of each kind of tensor of a training run; FP32 unless stated otherwise.
+    """The dtype of each kind of tensor in a training run. The default values define FP32 training.
 
     param_dtype: weights, inputs and activations of the model, and their gradients.
     norm_dtype: parameters, statistics and arithmetic of norm layers.
-    master_dtype: dtype of parameters between calls, in which the optimizer updates them; a call
-        computes with copies. None: parameters always have the dtype of a call. 16 bits: FP32
-        tensors that contain only numbers of this dtype, for parameters with which a call computes
-        in 16 bits.
-    grad_dtype: dtype in which gradients are unscaled. Without master weights, gradients are also
-        added and clipped in this dtype; otherwise in FP32.
+    master_dtype: dtype of the master weights, which the optimizer updates; the model computes with
+        copies of them. None: the optimizer updates the parameters with which the model computes. 16
+        bits: the master weights are FP32 tensors whose values are rounded to this dtype. This
+        applies only to parameters that have 16-bit copies.
+    grad_dtype: dtype in which gradients are divided by the loss scale. Without master weights,
+        gradients are also accumulated and clipped in this dtype. With master weights, they are
+        accumulated and clipped in FP32.
     loss_dtype: dtype of logits inside softmax and loss.
-    autocast_dtype: dtype of torch.autocast's lower-precision operation list; None: no autocast.
-    fp32_math: "ieee" or "tf32", how FP32 products are computed on CUDA.
-    reduce_dtype: dtype in which gradients are summed over ranks, still multiplied by the loss
-        scale. None: gradients are summed in the dtype of `.grad`, unscaled. The micro-batches of
-        an update count as ranks.
-    reduce_divide: when this sum is divided, see `mprun.distributed.reduction.factors`.
-    reduce_order: order in which this sum is added, see `mprun.distributed.reduction.in_order`.
-    rounding: how 16-bit master weights, or weights without a master copy, are stored. "nearest":
-        without a master copy the update computes in their dtype, or in FP32 with a state_dtype;
-        "stochastic", "kahan": after an update in FP32, see `mprun.precision.rounded_weights`.
-    state_dtype, square_dtype, state_rounding: see `StateFormats`; None: as the update computes it.
-    matmul: products of linear layers in 8 bits or fewer; None: these products run like all
-        others.
-    attention: attention in FP8; None: attention runs like other operations.
+    autocast_dtype: dtype in which torch.autocast runs the operations of its lower-precision list.
+        None: no autocast.
+    fp32_math: arithmetic of FP32 products on CUDA, "ieee" or "tf32".
+    reduce_dtype: dtype in which gradients are summed over ranks before they are divided by the loss
+        scale. None: unscaled gradients are summed in the dtype of `.grad`. The micro-batches of an
+        update are summed as if each came from its own rank.
+    reduce_divide: when gradients are divided by the number of ranks (before or after this sum, or
+        partly before it), see `mprun.distributed.reduction.factors`.
+    reduce_order: order in which this sum adds the gradients of the ranks, see
+        `mprun.distributed.reduction.in_order`.
+    rounding: how updated weights are rounded if master weights, or weights without a master copy,
+        have 16 bits. "nearest": a weight without a master copy is updated in its own dtype, or in
+        FP32 if state_dtype is set. "stochastic", "kahan": each weight is updated in FP32 and then
+        rounded, see `mprun.precision.rounded_weights`.
+    state_dtype, square_dtype, state_rounding: formats and rounding of the optimizer state, see
+        `StateFormats`. None: the state keeps the dtype in which the update computes it.
+    matmul: products of linear layers in 8 bits or fewer. None: linear layers compute like other
+        layers.
+    attention: attention in FP8. None: attention computes like other operations.
     """
 
     name: str
@@ -140,11 +146,12 @@ class PrecisionPolicy:
         return own if own is not None and own.itemsize == 2 else None
 
     def why_stuck(self, decay: float, state: str = "exp_avg_sq") -> str | None:
-        """Return why an average in the optimizer state does not decay by this factor, or None.
+        """Return why an average in the optimizer state cannot decay by this factor, or None if it
+        can.
 
-        State that is rounded to nearest does not decay if 1 - decay is below `least_decay`.
-        With stochastic rounding, the decay is exact on average. If a block decays as a whole, its
-        scale decays.
+        State that is rounded to nearest keeps its value if 1 - decay is below `least_decay`. With
+        stochastic rounding, the expected value of the state decays by exactly this factor. If all
+        numbers of a block decay together, the scale of the block decays.
         """
         form = self.states.of(state)
         if not self.states.are_narrow and self.masters == "none":
@@ -161,8 +168,8 @@ class PrecisionPolicy:
         )
 
     def stuck(self, settings: Mapping[str, Any]) -> str | None:
-        """Return the first of an optimizer's settings by which state does not decay, with the
-        reason."""
+        """Return the first optimizer setting with which an average in the state cannot decay, and
+        the reason."""
         for state, (key, place) in DECAYS.items():
             decay = settings.get(key)
             if place is not None and isinstance(decay, (tuple, list)):
@@ -179,14 +186,16 @@ class PrecisionPolicy:
 
     @property
     def formats(self) -> tuple[torch.dtype, ...]:
-        """Return the dtypes that a GPU multiplies instead of FP32, the 16-bit dtype first."""
+        """Return the operand dtypes of products on a GPU, except FP32. The 16-bit dtype comes
+        first."""
         narrow = () if self.half_dtype is None else (self.half_dtype,)
         others = () if self.matmul is None else self.matmul.multiplied
         return tuple(dict.fromkeys((*narrow, *others)))
 
     @property
     def draws(self) -> bool:
-        """Return whether products round at random, with the bits of a micro-batch."""
+        """Return whether operands of products are rounded at random, with new bits in each
+        micro-batch."""
         return self.matmul is not None and self.matmul.grad_rounding != "nearest"
 
 
@@ -228,8 +237,8 @@ _FP8 = {name: ELEMENTS[name] for name in ("e4m3", "e5m2")}
 
 
 def build_policy(name: str, values: Mapping[str, Any]) -> PrecisionPolicy:
-    """Build a policy from the values in a mode's file: dtype names (`fp32`, `bf16`, None) and
-    words.
+    """Build a policy from the values of a mode's file, which are dtype names (`fp32`, `bf16`), None
+    or words such as `nearest`.
 
     Raises:
         ValueError: A value is not an allowed dtype or word.
@@ -264,7 +273,9 @@ def _read(key: str, value: Any, formats: Mapping[str, Any]) -> Any:
         return tuple(value)
     if field in _COUNTS:
         if type(value) is not int or value < _COUNTS[field]:
-            raise ValueError(f"{key}={value!r}: must be a whole number from {_COUNTS[field]} on")
+            raise ValueError(
+                f"{key}={value!r}: must be a whole number of at least {_COUNTS[field]}"
+            )
         return value
     words = _WORDS.get(key, _WORDS.get(field))
     if words is None and field in ("granularity", "weight_granularity"):
@@ -308,11 +319,12 @@ def _word(value: Any) -> Any:
 
 
 def get_policy(name: str, folder: str | Path | None = None) -> PrecisionPolicy:
-    """Return the mode of a file that comes with mprun, for use without the rest of mprun.
+    """Return the policy of a mode, as the mode's file defines it.
 
     Args:
         name: name of the mode, such as "fp16_master".
-        folder: contains `name`.yaml to use instead; values that the file lacks are those of FP32.
+        folder: folder with your own file `name`.yaml; None: mprun's own files. A value that the
+            file lacks is that of FP32.
 
     Raises: ValueError: The file does not exist, or it defines no mode.
     """
@@ -362,11 +374,12 @@ _REDUCTIONS = (
 def pin_math_flags(
     fp32_math: str, deterministic: bool = False, autotune: bool | None = None
 ) -> None:
-    """Set every flag: FP32 products to "ieee" or "tf32", all 16-bit reductions to FP32.
+    """Set torch's flags so that FP32 products compute in "ieee" or "tf32", and 16-bit products
+    reduce in FP32.
 
     `deterministic` also selects deterministic kernels. The autotuner of cuDNN is then off, because
-    it may choose another kernel in another run; otherwise the autotuner is on. `autotune`
-    overrides that.
+    it may choose another kernel in another run; otherwise the autotuner is on. The argument
+    `autotune` overrides this rule.
     """
     pin_products(fp32_math)
     torch.backends.cudnn.benchmark = not deterministic if autotune is None else autotune

@@ -18,7 +18,7 @@ from mprun.torch_private import (
 
 
 class Update(NamedTuple):
-    """The results of one step, float32, 0-dim, on the device."""
+    """The results of one step, as 0-dim float32 tensors on the device."""
 
     loss_scale: Tensor  # of the (first) loss of this step
     found_inf: Tensor | None  # 1 if the update was skipped; None: the loss scale never skips
@@ -27,7 +27,7 @@ class Update(NamedTuple):
     figures: Mapping[str, Tensor] = MappingProxyType({})  # of the network itself
 
     def metrics(self, prefix: str = "") -> dict[str, Tensor]:
-        """Return the values that exist, named as in metrics.jsonl after `prefix`."""
+        """Return the results that are not None, by `prefix` and their name in metrics.jsonl."""
         own = self._asdict()
         own |= own.pop("figures")
         return {prefix + name: value for name, value in own.items() if value is not None}

@@ -27,7 +27,7 @@ _WRAPPERS = ("AcceleratedOptimizer", "LightningOptimizer")  # call the step of t
 
 
 def state_of(optimizer: Optimizer) -> OptimizerSteps:
-    """Return the steps of an optimizer over prepared models.
+    """Return the `OptimizerSteps` of an optimizer that updates prepared models.
 
     Raises: ValueError: The optimizer contains no parameter of a prepared model.
     """

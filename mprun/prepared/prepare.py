@@ -99,27 +99,29 @@ def prepare(
 ) -> Any:
     """Put a model and its optimizers into a precision mode, in place.
 
-    The function returns the same objects. From outside the model looks unchanged: parameters are
-    FP32 leaves, gradients are unscaled FP32, inputs and outputs are FP32. With a loss scale, a
-    step with non-finite gradients is skipped and changes the scale, for every optimizer of the
-    model.
+    The function returns the same objects. From outside, the model looks unchanged: its parameters
+    are FP32 leaf tensors, its gradients are unscaled FP32 tensors, and its inputs and outputs are
+    FP32. With a loss scale, a non-finite gradient makes every optimizer of the model skip the step,
+    and the scale changes by its rule.
 
-    With gradients enabled a call computes in the mode, even in eval mode (frozen BatchNorm);
-    without gradients, eval mode computes in FP32.
+    If gradients are enabled, the model computes in the precision mode, even after `model.eval()`
+    (as for frozen BatchNorm). If gradients are disabled, the model computes in FP32 after
+    `model.eval()`.
 
-    A CPU emulates 16-bit arithmetic as a GPU computes it (docs: precision modes).
+    On a CPU, mprun emulates 16-bit arithmetic so that results are rounded as on a GPU (see
+    "Precision modes" in the documentation).
 
     Args:
         model: a model in FP32, on its device, or a list of several. The model may be compiled. On
             several processes, wrap the model in DistributedDataParallel or shard it by
-            `fully_shard`, before or after.
+            `fully_shard`, before or after this call.
         optimizer: an optimizer of torch or a subclass, before its first step or with a loaded
-            state; or a list of several. Optimizers created later are included. None: there is no
-            optimizer yet.
+            state; or a list of several. Optimizers that are created later for the model's
+            parameters are included. None: there is no optimizer yet.
         precision: name of a mode ("fp32", "fp16_naive", "fp16_master", "amp", ...) or a policy.
         scaler: name of a loss scaler ("none", "static", "dynamic", "apex", ...), or a `LossScale`,
-            which several calls may share. None: the default of a mode's name; for a policy, no
-            scaler.
+            which several calls may share. None: the default scaler of the named mode, or no scaler
+            if `precision` is a policy.
         overrides: maps a glob pattern over module names to the dtype ("fp32") in which these
             modules compute.
         native: whether a CPU uses torch's 16-bit kernels instead of the emulation.
@@ -178,19 +180,19 @@ def prepare(
 def switch(
     model: nn.Module | Sequence[nn.Module], precision: str | PrecisionPolicy = "bf16_master"
 ) -> None:
-    """Put a prepared model into another mode, between two steps; its next call computes in the new
-    mode.
+    """Put a prepared model into another mode between two steps, so that its next call computes in
+    this mode.
 
-    Weights (FP32 in both modes), BatchNorm's statistics, the optimizer with its state, the loss
-    scale and the counters of random bits continue; overrides of modules stay. On several processes
-    all of them must call this function after the same step.
+    The weights (FP32 in both modes), BatchNorm's statistics, the optimizer's state, the loss scale
+    and the counters of random bits keep their values. The overrides of modules stay in force. On
+    several processes, every process must call this function after the same step.
 
     Args:
-        model: the model that was passed to `prepare`, also if it was wrapped since; or a list of
-            several.
+        model: the model that was passed to `prepare`, or a list of several. A wrapper of the model,
+            such as DistributedDataParallel, is accepted, too.
         precision: name of a mode, or a policy.
 
-    Raises: ValueError: The model is not prepared, or cannot continue in this mode.
+    Raises: ValueError: The model is not prepared, or its training cannot continue in the new mode.
     """
     policy = get_policy(precision) if isinstance(precision, str) else precision
     if not isinstance(policy, PrecisionPolicy):
@@ -324,7 +326,7 @@ def _check(
     if policy.reduce_dtype is not None:
         raise ValueError(
             f"precision={policy.name!r}: sums gradients in {policy.reduce_dtype} (reduce_dtype), "
-            "which only `mprun` itself does; here DistributedDataParallel sums them"
+            "which only the `mprun` command does; in a script, DistributedDataParallel sums them"
         )
     reason = why_unsupported(
         policy, device, [dtype for _, own in prepared for dtype in own.values()]
@@ -382,7 +384,7 @@ def _refuse_prepared(model: nn.Module) -> None:
     gc.collect()  # a model is in circles: those that the script has dropped go here
     for name, module, whole in _prepared_with(model):
         if module is model:
-            raise ValueError("the model is already prepared; build a new one to prepare it again")
+            raise ValueError("the model is already prepared; build a new model to prepare it again")
         kind = type(whole).__name__
         raise ValueError(
             f"{name} is a part of a {kind} that is already prepared; {_TOGETHER}, or build a new "

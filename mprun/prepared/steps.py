@@ -95,8 +95,8 @@ class OptimizerSteps:
 
     @property
     def narrow(self) -> RoundedWeights | None:
-        """Return the optimizer's weights without a master copy, and state in few bits; None if
-        there are none."""
+        """Return the storage of weights without a master copy and of state in few bits, or None if
+        the optimizer has neither."""
         return self._kept.narrow
 
     @property
@@ -106,7 +106,7 @@ class OptimizerSteps:
 
     @property
     def forward_context(self) -> ForwardContext:
-        """Return the context in which the calls of the first model run."""
+        """Return the context in which the first model runs its calls."""
         return self.models[0].forward_context
 
     @property
@@ -143,18 +143,18 @@ class OptimizerSteps:
 
     @property
     def loss_scales(self) -> list[LossScale]:
-        """Return the loss scales of the models, each once."""
+        """Return the loss scales of the models; a shared loss scale appears once."""
         return [*dict.fromkeys(model.loss_scale for model in self.models)]
 
     @property
     def found_inf(self) -> Tensor:
-        """Return whether the last step was skipped, float32, 0-dim."""
+        """Return 1 if the last step was skipped, otherwise 0, as a 0-dim float32 tensor."""
         if self.last is None or self.last.found_inf is None:
             return torch.zeros_like(self.scale.found_inf)
         return self.last.found_inf
 
     def computed(self) -> list[tuple[Tensor, torch.dtype]]:
-        """Return each parameter of the models with the dtype in which its model computes."""
+        """Return the parameters of the models, each with the dtype in which its model uses it."""
         found: list[tuple[Tensor, torch.dtype]] = []
         for model in self.models:
             dtypes = model.tensors.dtypes()
@@ -162,7 +162,7 @@ class OptimizerSteps:
         return found
 
     def watch_gradient(self, own: Tensor, hook: Callable[[Tensor], None]) -> Any:
-        """Call `hook` with each parameter gradient that a backward pass computes in the model;
+        """Call `hook` with each gradient that a backward pass computes for the parameter `own`;
         return a handle with a method `remove`."""
         model = next(one for one in self.models if id(own) in one.tensors.dtypes())
         return model.tensors.watch_gradient(own, hook)
@@ -177,7 +177,7 @@ class OptimizerSteps:
         return {name: self.optimizer.state.get(own, {}) for name, own in self.named().items()}
 
     def refresh(self) -> None:
-        """Search for the optimizer's models if its groups have changed."""
+        """Find the optimizer's models again if its parameter groups have changed."""
         groups = [group["params"] for group in self.optimizer.param_groups]
         key = PreparedModel.built, [(len(group), id(group[0]) if group else 0) for group in groups]
         if key == self._key:
@@ -215,7 +215,7 @@ class OptimizerSteps:
                     return
 
     def begin_mode(self) -> None:
-        """Note that a model enters another mode, which must show itself in the next steps."""
+        """Record that a model has entered another mode, so that the next steps check this mode."""
         self._is_checked, self._first = False, self.steps + FIRST
         self.refresh()
 
@@ -226,7 +226,7 @@ class OptimizerSteps:
     # A step
 
     def begin(self, frame: FrameType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Record that a step begins in `frame`; a nested step (of a base class) does not count."""
+        """Record that a step begins in `frame`, except a step that a base class nests in it."""
         if self._is_own_step:
             return None
         if self._frame is not None:
@@ -274,7 +274,7 @@ class OptimizerSteps:
         return result
 
     def end(self, frame: FrameType) -> None:
-        """Note that the step ends."""
+        """Record that the step has ended."""
         if self._is_own_step or frame is not self._frame:
             return
         self._frame = None
@@ -390,8 +390,8 @@ class OptimizerSteps:
         return found
 
     def look_at(self, model: PreparedModel) -> None:
-        """Record, at the end of a pass, whether the gradients of the optimizer's parameters are
-        finite.
+        """Record, at the end of a backward pass, whether the gradients of the optimizer's
+        parameters are finite.
 
         Other parameters of the model may contain infinities from the loss of another optimizer.
         """
@@ -425,12 +425,12 @@ class OptimizerSteps:
     # State
 
     def add_up_in_16_bits(self) -> None:
-        """Give gradients the dtype of their weight, in which DistributedDataParallel sums them."""
+        """Cast gradients to their weights' dtype, in which DistributedDataParallel sums them."""
         self._kept.add_up_in_16_bits(self.optimizer)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that the next step needs, without weights and the state of the
-        optimizer itself."""
+        """Return the state that the next step needs, except the weights and the optimizer's own
+        state."""
         return self._kept.state_dict()
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:

@@ -289,8 +289,8 @@ def read_record(directory: Path, *needed: str) -> Record:
         raise Damaged(f"{path}: {in_words(error)}") from None
     if (form := record.get("record_form", 1)) > FORM:
         raise BadInput(
-            f"{path}: has record format {form}, written by {written_by(record)}; mprun "
-            f"{__version__} reads formats up to {FORM}: use that version"
+            f"{path}: has record format {form}, but mprun {__version__} reads formats up to "
+            f"{FORM}; use {written_by(record)}, which wrote this run"
         )
     for key in needed:
         found: Any = record

@@ -57,24 +57,27 @@ class Run:
 
     Args:
         folder: parent of the run's directory, which is named after mode, scaler and seed.
-        optimizer: the optimizer from `mprun.prepare`; several in a list, or by name
-            ({"d": ..., "g": ...}).
+        optimizer: the optimizer from `mprun.prepare`. Pass several optimizers as a list, or as a
+            dict by name ({"d": ..., "g": ...}).
         config: the script's settings that affect its result, for instance `vars(args)`. Runs are
-            compared if these settings agree; precision, scaler and seed are left out.
-        seed: the seed; runs with the same seed are compared in pairs.
-        data: the training data: a name, or a path (or several) whose content is hashed.
-        metric: metric of `evaluate` that the verdict judges.
-        margin: largest difference to FP32 that matches: relative (0.01: 1 %), or in the metric's
-            unit if higher is better; None: 1 %.
-        higher_is_better: whether the metric is an accuracy or a score; needs a margin. None:
-            False for names with loss, error or perplexity; other names are refused.
-        pair_sd: known scatter (standard deviation) of the gap between one run and its FP32
-            partner, in the margin's unit. The scatter allows a sound test of a single pair.
+            compared only if these settings agree. Differences in precision, scaler and seed are
+            allowed.
+        seed: the seed of the run. A run is paired with the FP32 run that has the same seed.
+        data: the training data, given by a name, or by a path (or several paths) whose content is
+            hashed.
+        metric: name of the metric, among those passed to `evaluate`, that the verdict judges.
+        margin: largest difference to FP32 that still counts as a match. The margin is relative
+            (0.01 means 1 %), or in the metric's unit if higher values are better. None: 1 %.
+        higher_is_better: whether higher values of the metric are better; True needs a margin. None:
+            False if the metric's name contains loss, error or perplexity; any other name is
+            refused.
+        pair_sd: known scatter (standard deviation) of the gap between one run and its FP32 partner,
+            in the margin's unit. With this value, a verdict on a single pair of runs is possible.
         pair_sd_source: the runs from which pair_sd was measured; required with pair_sd.
         name: name of the experiment; None: the script's file.
-        log_every: number of steps between two records; the first 20 steps and every skipped step
-            also have a record.
-        probe_every: probe each step that this number divides, see `mprun.probe`; 0: no probes.
+        log_every: number of steps between two records. The first 20 steps and every skipped step
+            are also recorded.
+        probe_every: number of steps between two probes, see `mprun.probe`; 0: no probes.
         modules: patterns of the modules to probe; if empty, all modules without submodules.
 
     Attributes:
@@ -202,13 +205,13 @@ class Run:
     def step(self, loss: Tensor | float, **metrics: Tensor | float) -> None:
         """Count the step that the script has just taken; call it after `optimizer.step()`.
 
-        The call waits for the device only at steps that are recorded. On CUDA the call never
-        waits: the numbers are read `log_every` steps later.
+        On CUDA the call never waits for the device, because the numbers are read `log_every` steps
+        later. On other devices the call waits only at steps that are recorded.
 
         Args:
-            loss: the loss of the step to report, 0-dim. mprun checks that it is finite. If there
-                are several losses, as in a GAN, pass their sum, and each loss as a metric.
-            metrics: further metrics of the step, one number each.
+            loss: the loss of the step, a number or a 0-dim tensor. mprun checks that it is finite.
+                If there are several losses, as in a GAN, pass their sum, and each loss as a metric.
+            metrics: further metrics of the step, with one number for each name.
 
         Raises:
             Diverged: the loss was not finite although its update was applied, or a loss scale has
@@ -238,12 +241,12 @@ class Run:
         self._recorder.watch(self.steps + 1)
 
     def log(self, **values: Tensor | float) -> None:
-        """Add numbers to the training records from now on, until they are set again."""
+        """Add these numbers to all later training records, until another call sets them again."""
         _refuse_reserved((_RESERVED | {"loss"}) & values.keys())
         self._extra |= {name: float(value) for name, value in values.items()}
 
     def evaluate(self, **metrics: Tensor | float) -> None:
-        """Record an evaluation by the script after the steps so far.
+        """Record the metrics of an evaluation that the script has computed after its latest step.
 
         A prepared model in eval mode computes with its master weights in FP32.
 

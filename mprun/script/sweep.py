@@ -119,30 +119,30 @@ def sweep(
 ) -> ComparedRuns:
     """Call `train(run)` for each mode and seed, record every run and compare the modes with FP32.
 
-    Before each call, the random generators of Python, NumPy and torch get the seed. The function
-    builds a new model and optimizer, passes them to `run.prepare`, calls `run.step(loss)` after
-    each step, and `run.evaluate(loss=...)` at its end. A run that diverges is a result; the sweep
-    continues. Any other error ends the sweep.
+    Before each call, the random generators of Python, NumPy and torch are seeded with the run's
+    seed. The function `train` builds a new model and optimizer, passes them to `run.prepare`, calls
+    `run.step(loss)` after each step, and `run.evaluate(loss=...)` at its end. If a run diverges,
+    the sweep records this result and continues. Any other error ends the sweep.
 
-    With `until="decided"` each round adds one seed for FP32 and the undecided modes, up to
-    `max_seeds`. Each record contains the plan of interim looks before its run, so that the
-    verdicts keep their error rate of 5 %.
+    With `until="decided"` the sweep adds seeds in rounds. Each round adds one seed for FP32 and for
+    each mode without a verdict, up to `max_seeds`. Each run records in advance at which numbers of
+    seeds verdicts are computed. This fixed plan keeps the error rate of the verdicts at 5 %.
 
     Args:
         train: the function; it may read `run.precision` and `run.seed`.
         modes: names of precision modes; FP32 must be among them, as the baseline.
-        seeds: number of seeds (3: 0, 1, 2), or a list of seeds. With `until`: the seeds of the
-            first look, at least 3 consecutive seeds; further seeds follow.
+        seeds: number of seeds (3 means the seeds 0, 1 and 2), or a list of seeds. With `until`: the
+            seeds before the first verdict, at least 3 consecutive numbers.
         folder: parent of the run directories; None: outputs/ and the function's name.
         config: settings that affect the result, as for `mprun.Run`.
         data, metric, margin, higher_is_better, pair_sd, pair_sd_source, log_every: as for
             `mprun.Run`.
         until: "decided", or None to run all `seeds` of every mode.
-        max_seeds: largest number of seeds per mode with `until` (None: 10; at most 50).
+        max_seeds: with `until`, largest number of seeds per mode, at most 50. None: 10.
 
     Returns:
-        The comparison of these runs: `verdicts`, `curves`, `figure()`, `write(folder)`. A notebook
-        shows the returned object with its figures.
+        The comparison of these runs, with `verdicts`, `curves`, `figure()` and `write(folder)`. A
+        notebook displays the returned object with its figures.
 
     Raises:
         ValueError: an argument is wrong, or `train` did not prepare or evaluate its run.

@@ -193,13 +193,13 @@ def probe(
 
     Args:
         step: function that runs the step (forward, backward, `optimizer.step()`) and returns its
-            loss, 0-dim.
-        optimizer: a prepared optimizer; several in a list, or by name.
+            loss, a 0-dim tensor.
+        optimizer: a prepared optimizer, or several in a list or in a dict by name.
         modules: glob patterns over module names; if empty, every module without submodules.
 
     Returns:
-        activations, gradients, weights and updates by module, and the updates that FP16 would lose,
-        as in numerics/*.json of a run.
+        The counts of activations, gradients, weights and updates by module, and the updates that
+        FP16 would lose. A run stores the same record in numerics/*.json.
     """
     task = ScriptTask(optimizer)
     if task.is_sharded:

@@ -111,7 +111,9 @@ def pyramid_levels(image_size: int) -> int:
             break
         image_size //= 2
     if not levels:
-        raise ValueError(f"image_size={image_size} is not allowed: at least {COARSEST} pixels")
+        raise ValueError(
+            f"image_size={image_size} is not allowed: must be at least {COARSEST} pixels"
+        )
     return levels
 
 

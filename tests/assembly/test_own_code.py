@@ -284,7 +284,7 @@ def own_modules(tmp_path, monkeypatch):
         ),
         ("model=resnet50 data=custom", "model=resnet50: forward|3 channels, but got 1"),
         ("model=lstm_lm data=custom", "no vocab_size, which a language model needs"),
-        ("data.batch_size=25", "batch_size=25 is not allowed: 1 to 24"),
+        ("data.batch_size=25", "batch_size=25 is not allowed: must be 1 to 24"),
         # the network
         ("model.factory=owncode:data", "missing a required argument"),
         ("model.factory=builtins:dict", "TypeError|not iterable"),
@@ -300,7 +300,7 @@ def own_modules(tmp_path, monkeypatch):
         ("model.factory=owncode:pair model.task=gan", "generator of float32 [2, 100]"),
         (
             "model.factory=owncode:pair model.task=gan model.latent_size=5 model.options.size=4",
-            "returned float32 [2, 1, 4, 4], the images of the data are [2, 1, 8, 8]",
+            "returned float32 [2, 1, 4, 4], but the images of the data are [2, 1, 8, 8]",
         ),
         ("precision=fp16_master model.factory=owncode:no_product", "no operation of the network"),
         ("precision=fp16_master precision.overrides.zz=fp32", "zz"),

@@ -144,7 +144,7 @@ def test_the_record_says_what_was_read(root):
     assert (about["train_samples"], about["eval_samples"], about["num_classes"]) == (50, 20, 10)
     assert (about["origin"], about["ignored_files"]) == ("class folders", 1)
     for name, most in (("train_size", 60), ("eval_size", 20)):
-        with raises_line(ValueError, f"{name}=61 is not allowed: 1 to {most}"):
+        with raises_line(ValueError, f"{name}=61 is not allowed: must be 1 to {most}"):
             cifar10(root, **{name: 61})
 
 

@@ -109,7 +109,7 @@ def test_evaluation_keeps_its_processes_and_can_be_left_early(folder, loaders):
     assert pids() - before == processes
     for stop in (3, 4, 5):
         assert all(equal(loader.batch(number), expected[number]) for number in range(stop))
-    with pytest.raises(ValueError, match="index=5 is not allowed: below 5"):
+    with pytest.raises(ValueError, match="index=5 is not allowed: must be below 5"):
         held_out.read(5)
 
 

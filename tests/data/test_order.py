@@ -77,12 +77,12 @@ def test_refusals():
     for make, says in (
         (lambda: permutation(-1, 0, 3), "non-negative"),
         (lambda: permutation(0, -1, 3), "non-negative"),
-        (lambda: EpochOrder(0, 3, 4, CPU), "batch_size=4 is not allowed: 1 to 3"),
+        (lambda: EpochOrder(0, 3, 4, CPU), "batch_size=4 is not allowed: must be 1 to 3"),
         (lambda: EpochOrder(0, 3, 0, CPU), "batch_size=0"),
         (lambda: EpochOrder(-2, 3, 1, CPU), "seed=-2"),
         (lambda: EpochOrder(0, 3, 1, CPU).indices(-1), "index=-1"),
-        (lambda: held_out.places(-1), "index=-1 is not allowed: 0 or more"),
-        (lambda: held_out.places(3), "index=3 is not allowed: below 3"),
+        (lambda: held_out.places(-1), "index=-1 is not allowed: must be 0 or more"),
+        (lambda: held_out.places(3), "index=3 is not allowed: must be below 3"),
     ):
         with raises_line(ValueError, says):
             make()

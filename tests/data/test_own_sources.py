@@ -205,7 +205,7 @@ def test_tokens_are_served_as_streams_whatever_their_integer_type():
         (torch.arange(40)[None], {}, "one dimension"),
         (list(range(40)), {}, "must be a tensor of integers"),
         (torch.arange(0), {}, "train_tokens: no token"),
-        (torch.arange(40), {"vocab_size": 1}, "vocab_size=1 is not allowed: 2 or more"),
+        (torch.arange(40), {"vocab_size": 1}, "vocab_size=1 is not allowed: must be 2 or more"),
     ],
 )
 def test_tokens_that_cannot_be_used(train, changes, wanted):

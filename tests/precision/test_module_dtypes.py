@@ -101,7 +101,11 @@ def test_parameters_in_containers_follow_the_module_that_computes_with_them(mode
     ("make", "pattern", "says"),
     [
         (lambda: Net(nn.ModuleList([Scaled()]), in_turn), "parts.0.gains", "override parts.0"),
-        (lambda: Net(nn.ModuleList([]), in_turn), "parts", "a ModuleList that is never called"),
+        (
+            lambda: Net(nn.ModuleList([]), in_turn),
+            "parts",
+            "a ModuleList whose forward is never called",
+        ),
         (lambda: nn.MultiheadAttention(4, 2), "out_proj", "the model itself computes with"),
     ],
 )
@@ -196,7 +200,10 @@ def test_the_modules_inside_keep_their_own_override(mode):
 
 @pytest.mark.parametrize(
     ("pattern", "says"),
-    [("parts.forward", "a ModuleList that is never called"), ("part.forward", "no module")],
+    [
+        ("parts.forward", "a ModuleList whose forward is never called"),
+        ("part.forward", "no module"),
+    ],
 )
 def test_a_forward_of_nothing_is_refused(pattern, says):
     model = Net(nn.ModuleList([Layer()]), in_turn)

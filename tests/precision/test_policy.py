@@ -151,7 +151,10 @@ def test_unknown_names_are_refused():
         ({"matmul": {"input": "e4m3", "granularity": "block"}}, "matmul.granularity='block'"),
         ({"matmul": {"input": "e4m3", "granularity": "0x32"}}, "granularity='0x32': must be one"),
         ({"matmul": {"input": "e4m3", "scale": "e5m2"}}, "scale='e5m2': must be one of fp32"),
-        ({"matmul": {"input": "e4m3", "history": 0}}, "history=0: must be a whole number from 1"),
+        (
+            {"matmul": {"input": "e4m3", "history": 0}},
+            "history=0: must be a whole number of at least 1",
+        ),
         ({"attention": {"format": "e2m1"}}, "attention.format='e2m1': must be one of e4m3, e5m2"),
         ({"attention": {"format": "e4m3", "granularity": "row"}}, "granularity='row': must be one"),
         ({"attention": {"format": "e4m3"}}, "attention.format=e4m3: needs a param_dtype or auto"),

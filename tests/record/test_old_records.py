@@ -198,11 +198,11 @@ def test_a_checkpoint_of_another_version_is_not_called_damaged(other, capsys):
 def test_a_record_of_a_later_form_names_its_version(old, capsys):
     record = unsealed(old) | {"mprun": "9.1.0", "record_form": FORM + 1}
     write_json(old / "run.json", record)
-    says = f"; mprun {__version__} reads formats up to {FORM}: use that version"
+    says = f", but mprun {__version__} reads formats up to {FORM}; use mprun 9.1.0"
     for verb in ("show", "compare"):
         capsys.readouterr()
         code, err = main([verb, str(old)]), capsys.readouterr().err
-        assert says in err and "written by mprun 9.1.0" in err and code == 2, (verb, err)
+        assert says in err and "which wrote this run" in err and code == 2, (verb, err)
     assert main(["ls", str(old)]) == 0
     told = " ".join(capsys.readouterr().out.split())
     assert "unknown" in told and "damaged" not in told

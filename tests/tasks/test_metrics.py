@@ -372,7 +372,7 @@ def test_runs_and_command_that_contradict_each_other_are_refused(tmp_path, capsy
     runs_of(tmp_path / "a", "f1", 0.2, 0.1, FRACTION)
     words = ["compare", str(tmp_path / "a"), "--no-report"]
     assert main([*words, "--lower-is-better"]) == 2
-    said = "mprun: --lower-is-better: more f1 is better in "
+    said = "mprun: --lower-is-better: contradicts "
     assert capsys.readouterr().err.startswith(said)
     run = tmp_path / "a" / "amp1" / "run.json"
     run.write_text(run.read_text().replace('"higher_is_better": true', '"higher_is_better": false'))

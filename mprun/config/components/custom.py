@@ -20,7 +20,7 @@ class CustomModelConfig(ModelConfig):
 
     factory: str = setting(
         MISSING,
-        "package.module:function that builds the network; named on the command line or in "
+        "package.module:function that builds the network; set on the command line or in "
         "--config-dir",
     )
     task: str = setting(
@@ -45,7 +45,7 @@ class CustomDataConfig(DataConfig):
 
     factory: str = setting(
         MISSING,
-        "package.module:function that makes the data; named on the command line or in --config-dir",
+        "package.module:function that makes the data; set on the command line or in --config-dir",
     )
     options: dict[str, Any] = setting(dict, "Keyword arguments of data.factory")
     image_size: int | None = ranged(

@@ -28,7 +28,7 @@ task(
 
 SIDE = "Side length of an image in pixels"
 AUXILIARY = (
-    "Factor on the loss of each auxiliary head in training; 0: mprun's networks have no such heads"
+    "Factor on each auxiliary head's loss in training; 0: mprun's networks have no such heads"
 )
 _FLIP = "Whether half of the training images are mirrored"
 TRAIN_FIRST = "Number of training images, from the start of a fixed order; null: all"
@@ -105,7 +105,9 @@ class ClassifierConfig(ModelConfig):
     """The fields of every classifier."""
 
     width: float = positive(
-        1.0, "Factor on the channels and hidden units of the published network", at_most=4.0
+        1.0,
+        "Factor on the number of channels and hidden units of the published network",
+        at_most=4.0,
     )
     num_classes: int | None = ranged(
         None,
@@ -233,7 +235,7 @@ class ImageFolderConfig(ImagesConfig):
         "classes: one folder per class; flat: all images below root, without labels (DCGAN)",
     )
     eval_share: float = fraction(
-        0.1, "Share of the files that is held out if there is only one folder"
+        0.1, "Share of the files to hold out for evaluation if there is only one folder"
     )
     augmentation: str = one_of(
         "resized_crop crop centre",
@@ -242,7 +244,7 @@ class ImageFolderConfig(ImagesConfig):
     flip: bool = setting(True, _FLIP)
     resize_to: int | None = _pixels(
         None,
-        "Length of the shorter side (crop: of both) before the crop; null: 8/7 of image_size",
+        "Length of the shorter side (crop: both sides) before the crop; null: 8/7 of image_size",
         at_most=2048,
     )
     centre_crop: int | None = _pixels(

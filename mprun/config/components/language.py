@@ -28,7 +28,7 @@ _EVAL_TOKENS = "Number of tokens of eval_split to evaluate, from its start; null
 time_reduction = partial(
     one_of,
     "mean sum",
-    "Loss for the gradients: mean over tokens, or sum over time and mean over streams",
+    "Reduction of the training loss: mean over tokens, or sum over time and mean over streams",
 )
 _vocab_size = partial(
     ranged,
@@ -36,7 +36,7 @@ _vocab_size = partial(
     "Number of words in embedding and softmax; null: as many as in the data",
     at_least=2,
 )
-_sequence = partial(count, doc="Number of tokens per step and stream")
+_sequence = partial(count, doc="Number of tokens that a step reads from each stream")
 _vocab_limit = partial(ranged, None, VOCAB_LIMIT, at_least=3, at_most=1_000_000)
 vocab_multiple = partial(count, doc="Pad the vocabulary to a multiple of this number")
 eval_split = partial(one_of, "valid test", "Split to evaluate")
@@ -149,16 +149,14 @@ class GPTConfig(ModelConfig):
     kv_heads: int | None = count(
         None, "Number of heads of keys and values; null: as many as num_heads"
     )
-    norm: str = one_of(
-        "layer rms", "Normalisation layer: Normalisation layer: LayerNorm, or RMSNorm as in Llama"
-    )
+    norm: str = one_of("layer rms", "Normalisation layer: LayerNorm, or RMSNorm as in Llama")
     positions: str = one_of(
         "learned rotary",
         "Position encoding: learned and added to embeddings, or rotary on queries and keys",
     )
     mlp: str = one_of(
         "gelu swiglu",
-        "Type of MLP; hidden units per input unit: gelu 4; swiglu 8/3, rounded to a multiple of 64",
+        "Type of MLP; gelu: 4 hidden units per input; swiglu: 8/3, rounded to a multiple of 64",
     )
     qk_norm: bool = setting(
         False, "Whether queries and keys of each head are normalised before their product"
@@ -206,7 +204,7 @@ class GPTMoEConfig(GPTConfig):
     )
     capacity: float | None = positive(
         None,
-        "Largest load of an expert relative to an even load; further tokens are dropped; null: no "
+        "Largest load of an expert relative to an even load; excess tokens are dropped; null: no "
         "limit",
     )
     shared_size: int = from_zero(
@@ -221,14 +219,14 @@ class GPTMoEConfig(GPTConfig):
     renormalise: bool = setting(True, "Whether the weights of a token's experts add up to 1")
     balancing: str = one_of(
         "auxiliary bias none",
-        "auxiliary: an additional loss; bias: a bias per expert, only for the choice, without a "
-        "gradient",
+        "auxiliary: an additional loss; bias: a bias per expert, used only to choose "
+        "experts, no gradient",
     )
     balance_factor: float = from_zero(
         0.01, "With balancing=auxiliary: factor on the additional loss"
     )
     bias_rate: float = from_zero(
-        0.001, "With balancing=bias: size of the change of a bias in each update"
+        0.001, "With balancing=bias: amount by which each update changes a bias"
     )
     router: str = one_of(
         "fp32 mode", "Dtype of routers: FP32 in every mode, or the dtype of the mode"
@@ -316,7 +314,7 @@ class TokenFilesConfig(DataConfig):
     vocab_multiple: int = vocab_multiple(64)
     dtype: str = one_of(
         "auto uint16 uint32 int32",
-        "Integer type of the tokens; auto: from the header, otherwise the narrowest that fits",
+        "Integer type of tokens; auto: as in the file's header, otherwise the narrowest that fits",
     )
     rotate: bool = setting(
         True, "Whether each epoch starts at a random place in the tokens; false: at their beginning"

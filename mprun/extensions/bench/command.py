@@ -74,18 +74,18 @@ def bench_parser(what: str = _WHAT) -> Arguments:
             "fp32,fp16_master_scaled,amp on a CPU)")  # fmt: skip
     add("--budget", dest="budget_s", default=540.0, metavar="SECONDS",
         type=number("--budget", LEAST_BUDGET_S, 86_400, "seconds"),
-        help="the whole bench ends by then, with the results so far (540)")  # fmt: skip
+        help="seconds after which the bench ends with the results so far (540)")  # fmt: skip
     add("--out", metavar="DIR", help="output folder (outputs/bench/...), which must not exist")
     add("--windows", type=number("--windows", 1, 1000, whole=True), default=5, metavar="N",
-        help="number of windows for each contender (5)")  # fmt: skip
+        help="number of time windows measured for each contender (5)")  # fmt: skip
     add("--steps-per-window", type=number("--steps-per-window", 1, 10_000, whole=True),
-        metavar="K", help="number of steps in a window (enough for 0.3 s)")  # fmt: skip
+        metavar="K", help="number of steps in a time window (enough for 0.3 s)")  # fmt: skip
     add("--end-to-end", action="store_true",
-        help="also with the data source of the configuration, including loading")  # fmt: skip
+        help="also measure steps that load the data of the configuration")  # fmt: skip
     add("--plain", action="store_true",
-        help="mprun only with its defaults, not also with its best settings")  # fmt: skip
-    add("--json", action="store_true", help="print bench.json instead of the tables")
-    add("--config-dir", metavar="DIR", help="your options, as for a run")
+        help="measure mprun only with its defaults, not also with its best settings")  # fmt: skip
+    add("--json", action="store_true", help="print the content of bench.json instead of the tables")
+    add("--config-dir", metavar="DIR", help="folder with your own option files, as for a run")
     return found
 
 

@@ -32,8 +32,7 @@ _augmentation = partial(
 _freeze = partial(setting, False, "Whether only the convolutions for boxes and classes are trained")
 _weights = partial(
     place,
-    "File of initial weights (torch.save): a VGG-16 or the whole network; null: random weights "
-    "weights",
+    "File of initial weights (torch.save): a VGG-16 or the whole network; null: random weights",
     role=RESULT,
 )
 
@@ -144,10 +143,11 @@ class VocConfig(ImagesConfig):
     image_size: int = ranged(300, SIDE, at_least=8, at_most=1024)
     channels: int = one_of((3,), "Number of channels of an image: VOC is in colour")
     years: str = one_of(
-        "2007 2007+2012", "Years of the trainval images used for training", default="2007+2012"
+        "2007 2007+2012", "Years whose trainval images are used for training", default="2007+2012"
     )
     difficult: bool = setting(
-        False, "Whether objects marked as difficult are used for training; map ignores them"
+        False,
+        "Whether objects marked as difficult are used for training; the metric map ignores them",
     )
     augmentation: str = _augmentation()
     prefetch: int = prefetch()

@@ -44,14 +44,14 @@ class _Steps:
 def explain(step: Callable[[], Any], optimizer: Optimizers, *, steps: int = 1) -> Finding:
     """Find the operation that makes the first non-finite value, without lasting changes.
 
-    The function runs up to `steps` steps of the script and watches every operation, which is about
-    ten times as slow. It stops at the first step that fails: the loss, a gradient, or a weight
-    after the step is not finite. Afterwards it restores weights, optimizer states, loss scales and
-    random states, but no other state of the script.
+    The function runs up to `steps` steps of the script and watches every operation, so that a step
+    takes about ten times as long. The function stops at the first step in which the loss, a
+    gradient or an updated weight is not finite. Afterwards it restores weights, optimizer states,
+    loss scales and random states, but no other state of the script.
 
     Args:
-        step: function that runs a whole step and returns its loss, 0-dim.
-        optimizer: a prepared optimizer; several in a list, or by name.
+        step: function that runs a whole step and returns its loss, a 0-dim tensor.
+        optimizer: a prepared optimizer, or several in a list or in a dict by name.
         steps: largest number of steps to try.
     """
     with _restored("explain", optimizer) as task:
@@ -115,21 +115,23 @@ def advise(
     steps: int = 8,
     precision: str | None = None,
 ) -> ScriptAdvice:
-    """Determine what 16 bits need for the steps of a script, and what the casts of a mode lose.
+    """Determine which settings a script needs for 16-bit training, and what the casts of a mode
+    lose.
 
-    The function runs `steps` steps with probes, best in FP32 (`prepare(..., precision="fp32")`):
-    numbers that a mode has rounded are lost. Afterwards it restores weights, optimizer states,
-    loss scales and random states, but no other state of the script.
+    The function runs `steps` steps with probes. Prepare the model in FP32 (`prepare(...,
+    precision="fp32")`), because the exact values of numbers that a mode has already rounded are
+    lost. Afterwards the function restores weights, optimizer states, loss scales and random states,
+    but no other state of the script.
 
     Args:
-        step: function that runs a whole step and returns its loss, 0-dim.
-        optimizer: a prepared optimizer; several in a list, or by name.
+        step: function that runs a whole step and returns its loss, a 0-dim tensor.
+        optimizer: a prepared optimizer, or several in a list or in a dict by name.
         steps: number of steps to measure.
         precision: a mode with products in 8 or 4 bits, whose casts are measured; None: the mode of
             the script.
 
-    Raises: ValueError: The reasons of `mprun.probe`; or `precision` names no mode, or matches no
-        layer. BadInput: Every update was skipped.
+    Raises: ValueError: A step cannot be probed, or `precision` names no mode or matches no layer.
+        BadInput: Every update was skipped.
     """
     with _restored("advise", optimizer) as task:
         if task.is_sharded:

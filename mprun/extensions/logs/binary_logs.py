@@ -86,8 +86,8 @@ def wandb(wanted: Wanted) -> list[Log] | None:
         return None
     if (head := wanted.path.read_bytes()[:7]) != _WANDB:
         raise BadInput(
-            f"{wanted.path}: begins with {head.hex()}, offline runs that mprun reads with "
-            f"{_WANDB.hex()}; {_EXPORT}"
+            f"{wanted.path}: begins with {head.hex()}, but an offline run that mprun can read "
+            f"begins with {_WANDB.hex()}; {_EXPORT}"
         )
     rows: list[Row] = []
     for number, record in enumerate(_framed(wanted), start=1):

@@ -136,7 +136,7 @@ def _taken(specs: Sequence[str], scalar: str, step: str | None) -> dict[str, lis
             for log in sorted(by_kind.values(), key=lambda log: log.steps)[:2]
         )
         raise BadInput(
-            f"{one}, {other}: must be the same; name the column of steps with --step COLUMN"
+            f"{one}, but {other}; name the column of steps in every log with --step COLUMN"
         )
     return taken
 

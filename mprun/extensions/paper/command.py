@@ -160,7 +160,12 @@ def _beside(options: Namespace, arguments: list[str]) -> int:
 def _options(arguments: list[str]) -> Namespace:
     parser = Arguments("paper", _WHAT, _MORE)
     add = parser.add_argument
-    add("words", nargs="*", metavar="RUNS|KEY=VALUE", help="see above; KEY=VALUE as for a run")
+    add(
+        "words",
+        nargs="*",
+        metavar="RUNS|KEY=VALUE",
+        help="see above; KEY=VALUE sets a key of the configuration, as for a run",
+    )
     add("--only", type=names("--only"), metavar="A,B", help=f"run these: {', '.join(_NAMES)}")
     what = f"of every run, such as 0-4,7 (held-out ones: {seeds_text(held_out())}; full scale: 0)"
     add("--seeds", metavar="SEEDS", help=what)
@@ -168,7 +173,7 @@ def _options(arguments: list[str]) -> Namespace:
         "--scale",
         default="small",
         metavar="|".join(SCALES),
-        help="train on embedded data, or train the recipes",
+        help="train small runs on embedded data, or train the full recipes",
     )
     add("--list", action="store_true", help="list the rows of --only, and run nothing")
     what = "full scale: the folder that holds the data of every recipe, a folder each"
@@ -179,11 +184,11 @@ def _options(arguments: list[str]) -> Namespace:
         "--jobs",
         type=processes,
         metavar="N",
-        help="number of runs at a time (small: every core)",
+        help="number of runs at the same time (small: one per core)",
     )
     what = "folder of the runs and of the page (outputs/paper; with RUNS: compare/ beside them)"
     add("--out", type=Path, metavar="DIR", help=what)
-    add("--config-dir", metavar="DIR", help="your own options, as for a run")
+    add("--config-dir", metavar="DIR", help="folder with your own option files, as for a run")
     add_judging(parser)
     add("--json", action="store_true", help="with RUNS: print paper.json instead of tables")
     add("--markdown", action="store_true", help="with RUNS: also print the verdicts as Markdown")

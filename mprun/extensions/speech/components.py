@@ -102,7 +102,10 @@ class SpeechManifestConfig(DataConfig):
         "Manifest or LibriSpeech folders for evaluation; null: dev, val, valid, or dev-*"
     )
     sample_rate: int = ranged(
-        16000, "Number of samples per second of every audio file", at_least=1000, at_most=192_000
+        16000,
+        "Number of samples per second that every audio file must have",
+        at_least=1000,
+        at_most=192_000,
     )
     window_ms: float = ranged(
         20.0, "Length of a frame of the spectrogram in milliseconds", above=0.0, at_most=1000.0
@@ -111,7 +114,7 @@ class SpeechManifestConfig(DataConfig):
         10.0, "Distance between the starts of two frames in milliseconds", above=0.0, at_most=1000.0
     )
     alphabet: str = setting(
-        "'abcdefghijklmnopqrstuvwxyz ", "Characters of the texts, without CTC's blank"
+        "'abcdefghijklmnopqrstuvwxyz ", "Characters that a text may contain, without CTC's blank"
     )
     alphabet_file: str | None = below_root(
         "File below root with one character per line, instead of alphabet; null: no file"

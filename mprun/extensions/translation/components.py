@@ -49,7 +49,10 @@ class Seq2SeqConfig(ModelConfig):
     embedding_size: int = count(1024, "Size of the embedding of a word")
     hidden_size: int = count(1024, "Number of units of each LSTM layer and direction")
     num_layers: int = ranged(
-        3, "Number of layers of the encoder, and of the decoder", at_least=1, at_most=1000
+        3,
+        "Number of layers in the encoder; the decoder has the same number",
+        at_least=1,
+        at_most=1000,
     )
     dropout: float = share(
         0.0, "Dropout probability of embeddings, between layers and before the softmax"
@@ -65,7 +68,7 @@ class SentencePairsConfig(DataConfig):
 
     max_length: int = ranged(
         50,
-        "Number of words on each side after padding, including the end; longer pairs are left out",
+        "Number of words per sentence after padding, including the end; longer pairs are left out",
         at_least=2,
         at_most=1000,
     )
@@ -104,11 +107,15 @@ _LIMIT = f"{VOCAB_LIMIT[0].lower()}{VOCAB_LIMIT[1:]}"
 class ParallelTextConfig(SentencePairsConfig):
     """Two aligned text files below `root` a split, or one with two columns; words or subwords."""
 
-    source_language: str = setting("en", "File name ending of the source language")
-    target_language: str = setting("fr", "File name ending of the target language")
+    source_language: str = setting(
+        "en", "Ending of the names of files in the source language, such as en"
+    )
+    target_language: str = setting(
+        "fr", "Ending of the names of files in the target language, such as de"
+    )
     tokenizer: str | None = tokenizer()
-    source_vocab_limit: int | None = _vocab_limit(doc=f"For the source side: {_LIMIT}")
-    target_vocab_limit: int | None = _vocab_limit(doc=f"For the target side: {_LIMIT}")
+    source_vocab_limit: int | None = _vocab_limit(doc=f"Source language: {_LIMIT}")
+    target_vocab_limit: int | None = _vocab_limit(doc=f"Target language: {_LIMIT}")
     lower: bool = setting(False, "Lower-case all words")
     eval_split: str = eval_split()
     cache: str | None = cache()

@@ -256,7 +256,7 @@ def test_seeds_pair_logs_where_every_run_names_its_own(tmp_path):
             ["--higher-is-better", "--margin", "1"],
             (0.76, 0.761, 0.759),
             (0.10, 0.101, 0.099),
-            ["--margin 1: is absolute, and the mean accuracy of FP32 is 0.76: must be below half"],
+            ["--margin 1: is absolute, and must be below 0.38, which is half of the mean"],
         ),
         (
             "top1",
@@ -266,8 +266,8 @@ def test_seeds_pair_logs_where_every_run_names_its_own(tmp_path):
             ["its direction is unknown"],
         ),
         ("val/score", [], SIX, SIX, ["--lower-is-better"]),
-        ("kl", [], AROUND_0, AROUND_0, ["must not be 0: it is 0.0004, which 5 runs", "--absolute"]),
-        ("loss", ["--margin", "2", "--absolute"], SIX, SIX, ["must be below h"]),
+        ("kl", [], AROUND_0, AROUND_0, ["0.0004, which 5 runs cannot distinguish", "--absolute"]),
+        ("loss", ["--margin", "2", "--absolute"], SIX, SIX, ["must be below 0.502, which is half"]),
         (
             "loss",
             ["--lower-is-better", "--higher-is-better"],

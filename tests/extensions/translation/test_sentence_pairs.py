@@ -124,7 +124,7 @@ def test_limits_length_and_case(folder):
     # Four times both, and a stands before b.
     assert text.vocabularies[0] == ("<pad>", "<s>", "</s>", "<unk>", "a")
     assert text.description["train_pairs_left_out"] == 2  # and the one of five words
-    with pytest.raises(ValueError, match="batch_size=4 is not allowed: 1 to 3"):
+    with pytest.raises(ValueError, match="batch_size=4 is not allowed: must be 1 to 3"):
         source(folder, max_length=4, batch_size=4)
     with pytest.raises(DataError, match="data.max_length=2: leaves no training pair"):
         source(folder, max_length=2, batch_size=1)

@@ -65,13 +65,13 @@ def parse(arguments: list[str]) -> Namespace:
         "--ranks",
         type=_ranks,
         metavar="N,M",
-        help="instead: estimate the speed of this many ranks by calculation",
+        help="instead of a roofline, estimate the speed of this many ranks",
     )
     add("--link", type=link_of, metavar="LINK",
         help=f"with --ranks: {', '.join(LINKS)}, or the bandwidth of each GPU to the others in "
                 "GB/s")  # fmt: skip
-    add("--json", action="store_true", help="everything as JSON")
-    add("--config-dir", metavar="DIR", help="your options, as for a run")
+    add("--json", action="store_true", help="print all results as JSON")
+    add("--config-dir", metavar="DIR", help="folder with your own option files, as for a run")
     options = parser.parse(arguments)
     if options.mode is not None:
         if _sets_precision(options):

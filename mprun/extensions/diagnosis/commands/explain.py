@@ -104,7 +104,7 @@ def main(arguments: list[str]) -> int:
     add = parser.add_argument
     what = "a run; its data.factory=, model.factory=, and the data.root= that it shall read"
     add("words", nargs="*", metavar="RUN|NAME=VALUE", help=what)
-    add("--json", action="store_true", help="everything as JSON")
+    add("--json", action="store_true", help="print all results as JSON")
     add(
         "--no-cures",
         action="store_true",

@@ -99,8 +99,12 @@ def _options(arguments: list[str]) -> Namespace:
     add("--band", type=number("--band", 0, 1), default=BAND, metavar="X", help=within)
     softmax = "log-softmax in FP32, or as the mode computes it: in the format of its logits (fp32)"
     add("--log-softmax", choices=["fp32", "mode"], default="fp32", help=softmax)
-    add("--json", action="store_true", help="everything as JSON")
-    add("--config-dir", metavar="DIR", help="your own modes and options, as for a run")
+    add("--json", action="store_true", help="print all results as JSON")
+    add(
+        "--config-dir",
+        metavar="DIR",
+        help="folder with your own modes and option files, as for a run",
+    )
     options = parser.parse(arguments)
     split_words(options, parser, list(modes(options.config_dir)))
     options.sides = _sides(parser, options.named, options.batch or [BATCH], options.pad or [0])
