@@ -171,7 +171,9 @@ def test_no_image_at_all():
     refused(bytes(10_000), "is not an image of a known format")
     refused(b"\xff\xd8\xff\xe0", "")
     # A format that would start another program.
-    refused(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "is not an image of a known format")
+    refused(
+        b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "is not an image of a known format"
+    )
 
 
 def test_every_damaged_byte_decodes_or_is_refused():
