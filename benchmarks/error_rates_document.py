@@ -149,7 +149,7 @@ def document(results: dict) -> str:
     )
     old = [name for name, day in drawn.items() if day < RATIO_SINCE]
     earlier = (
-        f"\nSome tables are older than the ratio test: {', '.join(old)}. For these tables\n"
+        f"\nThe tables {', '.join(old)} are older than the ratio test. For these tables\n"
         "the margin was computed from the baseline's mean, which was treated as exact. If seeds\n"
         "scatter by at most 1 %, the results are nearly the same.\n"
         if old
@@ -275,9 +275,10 @@ random. With an estimate from three pairs the
 rate is {rate["inside_at_the_bar_that of 3 earlier pairs"]}, from five
 {rate["inside_at_the_bar_that of 5 earlier pairs"]}, from ten
 \
-{rate["inside_at_the_bar_that of 10 earlier pairs"]}. To restore 5 %, state {widened(3):.2f}
-times the estimate (three pairs), {widened(5):.2f} times (five) or \
-{widened(10):.2f} times (ten).
+{rate["inside_at_the_bar_that of 10 earlier pairs"]}. For a rate of 5 %, state
+a larger standard deviation: {widened(3):.2f} times the estimate from three pairs, {widened(5):.2f}
+times that from five, or \
+{widened(10):.2f} times that from ten.
 These factors replace 1.645 by t(0.95, n - 1).
 
 ## Whether a gap grows

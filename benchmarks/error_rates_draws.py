@@ -18,11 +18,11 @@ NOISES = {
     "skewed": "lognormal (sigma 1) in mode and baseline, with a bad seed now and then",
     "skewed mode": "lognormal (sigma 1) in the mode, normal in the baseline",
     "exponential mode": "exponential in the mode, normal in the baseline",
-    "exponential difference": "equal seeds differ only by an exponential additional loss of the "
-    "mode, so the "
+    "exponential difference": "two runs of a seed differ only by an exponential additional loss "
+    "of the mode, so the "
     "differences themselves are skewed",
-    "skewed difference": "equal seeds differ only by a lognormal (sigma 1) additional loss of the "
-    "mode, the "
+    "skewed difference": "two runs of a seed differ only by a lognormal (sigma 1) additional "
+    "loss of the mode, the "
     "worst noise tried without rare bad seeds",
     "quantised": "normal, but rounded to steps of one seed standard deviation, like an accuracy "
     "on few samples",

@@ -255,7 +255,9 @@ class ScalerConfig:
     beta1: float | None = fraction(None, "Decay of the average of log2 of the largest gradient")
     beta2: float | None = fraction(None, "Decay of the averages for the standard deviation")
     overflow_std_dev: float | None = from_zero(
-        None, "Standard deviations free below log_max; 3.09: 1 overflow in 1,000", at_most=100.0
+        None,
+        "Headroom in standard deviations; 3.09: 1 overflow in 1,000",
+        at_most=100.0,
     )
 
     @property

@@ -160,7 +160,7 @@ class ImageReader(Reader):
                     raise
                 if len(tried) > min(self.most_replaced, len(self.split) - 1):
                     raise DamagedData(
-                        f"{error}; the {len(tried) - 1} before it cannot be used either; "
+                        f"{error}; the {len(tried) - 1} files tried before cannot be used either; "
                         f"data.on_corrupt=skip replaces at most {self.most_replaced} files"
                     ) from None
         raise AssertionError("the last replacement that is tried ends the run")

@@ -176,9 +176,9 @@ def why_unsupported(
 
     TF32 and BF16 Tensor Cores exist from compute capability 8.0 on (NVIDIA Ampere), and FP8 Tensor
     Cores from 8.9 on. For FP8, small test products show whether torch supports this policy on the
-    device. Formats that are decoded before a product are multiplied in BF16. GPUs with ROCm have
-    other version numbers. They have no TF32, and only the test products show what else they
-    support.
+    device. Where numbers are decoded before a matrix product, BF16 multiplies them. GPUs with
+    ROCm have other version numbers. They have no TF32, and only the test products show what else
+    they support.
 
     overrides: the dtypes in the policy's module overrides.
     """

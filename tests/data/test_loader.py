@@ -199,7 +199,7 @@ def test_skip_ends_where_all_files_are_gone(tmp_path, loaders):
     for workers in (0, 1):
         loader = loaders(readers(tmp_path / "data", on_corrupt="skip")[0], workers)
         (tmp_path / "data").rename(tmp_path / "elsewhere")
-        gone = f"{tmp_path / 'data'}: is gone; the 3 before it cannot be used either"
+        gone = f"{tmp_path / 'data'}: is gone; the 3 files tried before cannot be used either"
         with pytest.raises(DamagedData, match=gone):
             loader.batch(0)
         (tmp_path / "elsewhere").rename(tmp_path / "data")

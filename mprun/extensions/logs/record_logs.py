@@ -145,8 +145,8 @@ def _records_of_columns(wanted: Wanted, content: dict[str, Any]) -> list[dict]:
             raise BadInput(f"{path}: {scalar!r} is a mapping; save the log as CSV or JSON lines")
         if unknown := [name for name in column if name not in _BESIDE]:
             raise BadInput(
-                f"{path}: {scalar!r} also has {listed(unknown)}, which may change the meaning of "
-                f"its values; known names are {listed(_BESIDE[1:])}"
+                f"{path}: {scalar!r} also has the fields {listed(unknown)}, which may change the "
+                f"meaning of its values; known fields are {listed(_BESIDE[1:])}"
             )
         if step not in (None, "step", "steps"):
             raise BadInput(f"{path}: --step {step}: no such column; there are {listed([*column])}")

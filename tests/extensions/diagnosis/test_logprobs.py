@@ -248,7 +248,7 @@ BAD = {
     "amp amp RUN": "amp amp: a mode is there twice in one shape; use --batch 16,1",
     "amp RUN RUN": "a second run directory, only one is allowed",
     "amp RUN/checkpoints": "no run.json there",
-    "amp RUN optim.lr=1": "optim.lr=1: a run already has its configuration",
+    "amp RUN optim.lr=1": "optim.lr=1: a recorded run keeps its configuration",
     "amp precision=amp": "precision=amp: a mode is a single word",
     "amp resume=x": "resume=x: is not allowed with a run; pass the run directory alone",
     "amp model=resnet50": "model=resnet50: needs a language model",

@@ -207,7 +207,7 @@ def test_epochs_are_not_compared_with_steps(tmp_path):
         (tmp_path / f"{name}.csv").write_text(f"{name},loss\n1,2\n2,1\n")
     (tmp_path / "history.json").write_text('{"loss": [2, 1]}')
     for second, counts in (("step.csv", "step"), ("history.json", "places in a list")):
-        said = (f"{second} counts {counts}", "epoch.csv counts epoch", "must be the sa")
+        said = (f"{second} counts {counts}", "epoch.csv counts epoch", "name the column of steps")
         with raises_line(BadInput, *said):
             load_foreign([f"fp32={tmp_path / 'epoch.csv'}", f"amp={tmp_path / second}"], "loss")
 
@@ -364,7 +364,7 @@ def test_an_installed_package_adds_a_format(tmp_path, monkeypatch):
         ("a.json", '{"loss": {"10": 2}}', "'loss' is a mapping; save the log as CSV or JSON lines"),
         ("a.json", '{"loss": {"values": [2, 1], "steps": [1]}}', "'step' and 'loss' must "
          "have equally many values, got 1 and 2"),
-        ("a.json", '{"loss": {"values": [2, 1], "tokens": [5, 9]}}', "'loss' also has tokens"),
+        ("a.json", '{"loss": {"values": [2, 1], "tokens": [5, 9]}}', "'loss' also has the fields"),
         ("a.csv", "step;loss\n1;2,345\n2;2,125\n", "line 2: '2,345' is 2345 or 2.345, and no oth"),
         ("a.log", "step 1 loss 2,345\n", "line 1: '2,345' is 2345 or 2.345, and no other number"),
     ],
@@ -592,7 +592,7 @@ def test_an_offline_run_is_its_history(tmp_path):
 
     path = tmp_path / "run.wandb"
     path.write_bytes(b":W&B\xe1\xbe\x01" + bytes(99))
-    with raises_line(BadInput, f"{path}: begins with 3a572642e1be01, off", "export its"):
+    with raises_line(BadInput, f"{path}: begins with 3a572642e1be01, but", "export its"):
         read_logs(path, "loss")
     other = message((1, 1), (17, b"y" * 200))
     path.write_bytes(framed(other, record(1, b"0.5"), other, record(2, b"0.25"), record(3, b"NaN")))

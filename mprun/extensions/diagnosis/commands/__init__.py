@@ -61,7 +61,8 @@ def split_words(options: Namespace, parser: Arguments, known: Collection[str] = 
     for override in options.overrides if runs else ():
         if not is_outside(override):
             raise BadInput(
-                f"{parser.verb} {runs[0]} {override}: a run already has its configuration"
+                f"{parser.verb} {runs[0]} {override}: a recorded run keeps its configuration; "
+                "leave the override out"
             )
 
 
