@@ -175,7 +175,7 @@ class PrecisionConfig:
     )
     loss_dtype: str = one_of(DTYPES, "Dtype of softmax and loss", restates=False)
     autocast_dtype: str | None = one_of(
-        "fp16 bf16", "Dtype of products under torch.autocast; null: no autocast", default=None
+        "fp16 bf16", "Dtype to which torch.autocast casts; null: no autocast", default=None
     )
     fp32_math: str = one_of(
         "ieee tf32", "FP32 products: ieee in full precision, tf32 with TF32 inputs"
@@ -256,7 +256,7 @@ class ScalerConfig:
     beta2: float | None = fraction(None, "Decay of the averages for the standard deviation")
     overflow_std_dev: float | None = from_zero(
         None,
-        "Headroom in standard deviations; 3.09: 1 overflow in 1,000",
+        "Headroom below log_max in standard deviations; 3.09: 1 overflow in 1,000",
         at_most=100.0,
     )
 

@@ -204,8 +204,8 @@ class GPTMoEConfig(GPTConfig):
     )
     capacity: float | None = positive(
         None,
-        "Largest load of an expert relative to an even load; excess tokens are dropped; null: no "
-        "limit",
+        "Largest load of an expert over an even load; more tokens are dropped; null: none, the "
+        "host waits",
     )
     shared_size: int = from_zero(
         0, "Number of hidden units of an expert that every token uses; 0: no such expert"
