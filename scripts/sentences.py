@@ -6,8 +6,11 @@
 
 Read are README, CONTRIBUTING, the pages of docs (without the dated records in docs/results and
 docs/log), the help of `mprun`, error lines, and docstrings of the names in docs/reference/api.md.
-Code blocks are left out. A table cell counts if it has six words or more; the head of its column
-stands behind its place. In an error line <name> stands for a value, X if the code gives it no name.
+Code blocks are left out. A table cell counts if it has six words or more. In an error line <name>
+stands for a value, X if the code gives it no name.
+
+A sentence is shown as it is met: behind its place stand the heading and, of a table cell, the head
+of its column and the first cell of its row. The sentence before it, in brackets, is not judged.
 """
 
 import argparse
@@ -46,6 +49,7 @@ class Sentence(NamedTuple):
     kind: str
     place: str
     text: str
+    before: str = ""  # the sentence in front of it in its paragraph
 
     @property
     def words(self) -> int:
@@ -61,8 +65,10 @@ def sentences() -> list[Sentence]:
 
 
 def _divided(kind: str, place: str, text: str) -> Iterator[Sentence]:
+    before = ""
     for one in _END.split(" ".join(text.split())):
-        yield Sentence(kind, place, one)
+        yield Sentence(kind, place, one, before)
+        before = one
 
 
 def of_pages() -> Iterator[Sentence]:
@@ -72,27 +78,36 @@ def of_pages() -> Iterator[Sentence]:
         if not name.startswith(RECORDS):
             kind = "README" if name == "README.md" else "docs"
             text = page.read_text(encoding="utf-8")
-            heads = _heads(text)
+            heads, titles = _heads(text), dict(_titles(text))
             for line, paragraph in paragraphs(text):
-                head = heads.get((line, paragraph), "")
-                yield from _divided(kind, f"{name}:{line}{head}", paragraph)
+                title = next((titles[n] for n in range(line, 0, -1) if n in titles), "")
+                where = f"{name}:{line} {title}{heads.get((line, paragraph), '')}"
+                yield from _divided(kind, where.rstrip(), paragraph)
 
 
 def _heads(page: str) -> dict[tuple[int, str], str]:
-    """Return (line, cell) of a table -> the head of its column, in brackets."""
+    """Return (line, cell) of a table -> the head of its column and the row's first, in brackets."""
     found, heads = {}, []
     for number, line in enumerate(page.splitlines(), start=1):
         cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", line.strip())]
         heads = (heads or cells) if line.strip().startswith("|") else []
-        found |= {(number, cell): f" ({head})" for cell, head in zip(cells, heads, strict=False)}
+        for place, (cell, head) in enumerate(zip(cells, heads, strict=False)):
+            row = f": {cells[1]}" if place > 1 else ""
+            found[number, cell] = f" ({head}{row})"
     return found
+
+
+def _titles(page: str) -> Iterator[tuple[int, str]]:
+    """Yield (line, text) of each heading."""
+    for number, line in enumerate(_prose(page).splitlines(), start=1):
+        if heading := re.match(r"#+ +(.*)", line):
+            yield number, f"[{heading[1]}]"
 
 
 def paragraphs(page: str) -> Iterator[tuple[int, str]]:
     """Yield (first line, text) of each paragraph, list item and long table cell of Markdown."""
-    blank = re.sub(r"^( *)```.*?^\1```$|<!--.*?-->", _blank, page, flags=re.M | re.S)
     first, lines = 0, []
-    all_lines = [*blank.splitlines(), "", ""]
+    all_lines = [*_prose(page).splitlines(), "", ""]
     for number, (line, after) in enumerate(pairwise(all_lines), start=1):
         stripped = line.strip()
         if re.match(r"\|[-:| ]+$", after.strip()):  # the head of a table
@@ -110,8 +125,10 @@ def paragraphs(page: str) -> Iterator[tuple[int, str]]:
             lines.append(stripped[item.end() :] if item else stripped)
 
 
-def _blank(block: re.Match[str]) -> str:
-    return "\n" * block[0].count("\n")
+def _prose(page: str) -> str:
+    """Return a page with its code blocks and comments left blank."""
+    blocks = re.compile(r"^( *)```.*?^\1```$|<!--.*?-->", re.M | re.S)
+    return blocks.sub(lambda block: "\n" * block[0].count("\n"), page)
 
 
 def of_help() -> Iterator[Sentence]:
@@ -191,7 +208,8 @@ def main(words: list[str]) -> int:
     if asked.date is not None:
         drawn = random.Random(asked.date).sample(found, min(asked.count, len(found)))
         for number, one in enumerate(drawn, start=1):
-            print(f"{number:3}  {one.place}\n     {one.text}\n")
+            before = f"     ({one.before})\n" if one.before else ""
+            print(f"{number:3}  {one.place}\n{before}     {one.text}\n")
     if asked.long:
         long = [one for one in found if one.words > MOST_WORDS]
         for one in long:
