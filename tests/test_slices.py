@@ -40,6 +40,7 @@ def test_every_slow_test_is_in_one_slice(collected):
     assert sorted(sum(slices, [])) == sorted(everything)
 
 
+@pytest.mark.slow
 def test_a_test_stays_in_its_slice_when_others_go(collected):
     first, *others = collected("-m", "slow", "--slice", "8/8")
     deselected = f"test_a_test_stays_in_its_slice_when_others_go.py::{first}"

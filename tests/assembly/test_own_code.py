@@ -236,6 +236,7 @@ def own_modules(tmp_path, monkeypatch):
             del sys.modules[name]
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("overrides", "wanted"),
     [
@@ -352,6 +353,7 @@ SOME = {("sparse", "amp"), ("complex", "fp16_master_scaled")}
 SOME |= {("mixed", "amp"), ("GRU", "fp16_master_scaled"), ("bag", "fp16_naive"), ("pair", "fp32")}
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("name", "mode"),
     [
@@ -372,12 +374,14 @@ def test_every_kind_of_network_trains_and_is_evaluated_in_every_mode(name, mode,
         assert built.forward_context.rerouted()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["fp16_master_scaled", "amp"])
 def test_a_network_with_sparse_gradients_is_watched_and_probed(mode):
     command = [*OWN["sparse"], *COMMON, f"precision={mode}", "numerics=probes", "numerics.every=1"]
     assert main(command) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "wanted"),
     [

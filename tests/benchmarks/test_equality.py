@@ -108,6 +108,7 @@ def needs_kernels(kind, mode):
             pytest.skip(f"torch has no LSTM in BF16 on this processor: {error}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind, defect, mode",
     [(kind, defect, "fp32") for kind, defect in EVERY]
@@ -118,7 +119,6 @@ def needs_kernels(kind, mode):
         if defect != "lr"
     ],
 )
-@pytest.mark.few(1)
 def test_planted_errors_are_found(reference, kind, defect, mode):
     needs_kernels(kind, mode)
     (verdict,) = compare(reference(kind, mode), [planted(kind, mode, defect)])
@@ -129,6 +129,7 @@ def test_planted_errors_are_found(reference, kind, defect, mode):
 
 
 # Said when the switch of the CPU's convolution library is put back.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:TF32 acceleration on top of oneDNN")
 @pytest.mark.parametrize(
     "kind, mode",

@@ -133,6 +133,7 @@ def test_relative_errors(ulp):
     assert math.isnan(ulp.relative_error(torch.zeros(1, dtype=F16), torch.zeros(1, dtype=F64)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [F16, BF16])
 def test_products_are_rounded_once(comparison, operations, dtype):
     """Emulated products against float64: the error of a single rounding, sums in FP32 added."""

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import pytest
 import torch
 
 from benchmarks.suite.__main__ import parse
@@ -27,6 +28,7 @@ def planned(monkeypatch, *arguments):
     return {group.label: group.cases for group in groups}
 
 
+@pytest.mark.slow
 def test_each_network_is_eager_and_compiled_beside_both_recipes(monkeypatch):
     cases = planned(monkeypatch)
     assert list(cases) == [group.label for group in GPU_RATIOS]

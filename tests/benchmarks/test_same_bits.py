@@ -2,11 +2,14 @@
 
 from copy import deepcopy
 
+import pytest
+
 from benchmarks.same_bits import cell, verdict
 
 from ..helpers import TINY_LM
 
 
+@pytest.mark.slow
 def test_a_difference_anywhere_is_seen(tmp_path):
     spec = {"words": [*TINY_LM, "optim=sgd"], "steps": 4, "resumes": True, "folder": str(tmp_path)}
     found = cell(spec, "fp16_master_scaled")

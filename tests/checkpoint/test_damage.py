@@ -207,6 +207,7 @@ DAMAGES = [
 ]
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize(("damage", "code", "named"), DAMAGES)
 def test_a_damaged_run_directory_is_named_and_left_as_it_is(run, damage, code, named, capsys):
     damage(run)
@@ -215,6 +216,7 @@ def test_a_damaged_run_directory_is_named_and_left_as_it_is(run, damage, code, n
     assert files_of(run) == before
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize(
     ("extra", "named"),
     [

@@ -141,6 +141,7 @@ def test_stopping_and_resuming_changes_no_bit(model, mode, tmp_path):
         assert 0 < record_of(whole)["skipped"] < end  # else the scale's state was not needed
 
 
+@pytest.mark.slow
 def test_a_resume_tells_that_linear_layers_multiply_otherwise(tmp_path, monkeypatch, capsys):
     """As they may on another GPU."""
     assert run(tmp_path / "run", *COMMON, *MODELS["gpt"], "precision=mxfp8", "train.steps=1") == 0
@@ -244,8 +245,8 @@ def forget(state: dict, what: str) -> None:
 PARTS = ["hidden state", "momentum", "master weights", "loss scale", "growth tracker"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", [*PARTS, "random state", "step"])
-@pytest.mark.few(2)
 def test_forgetting_any_part_of_the_state_is_seen(what, straight, tmp_path):
     """The negative control: each part is needed, and the comparison above would notice."""
     resumed = tmp_path / "resumed"

@@ -47,6 +47,7 @@ def same_end(directory, whole) -> None:
     assert equal(directory, whole, STEPS) and not leftovers(directory)
 
 
+@pytest.mark.slow
 @of_each
 def test_a_kill_leaves_what_can_be_finished(case, tmp_path, monkeypatch, capsys):
     """SIGKILL leaves the files as they are: a copy of them at the boundary, in one run of all."""
@@ -96,6 +97,7 @@ def test_a_signal_is_answered_and_the_run_finished(case, name, tmp_path, monkeyp
         same_end(directory, whole)
 
 
+@pytest.mark.slow
 def test_what_was_computed_goes_on_in_an_attempt_without_a_step(tmp_path, capsys):
     """The first step has judged the mode; a checkpoint that tells of other things is no state."""
     whole = tmp_path / "whole"
@@ -116,6 +118,7 @@ def test_what_was_computed_goes_on_in_an_attempt_without_a_step(tmp_path, capsys
     same_end(directory, whole)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP", "SIGUSR1"])
 def test_a_signal_after_the_outcome_changes_no_exit_code(tmp_path, monkeypatch, name):
     """A job that was done would be queued again."""

@@ -560,6 +560,7 @@ OPTION_FILES = [
 COMMANDS = ([], ["--cfg", "job"], ["-m", "seed=0,1"])  # in turn: a composition takes its time
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("group", "content", "says"), OPTION_FILES)
 def test_a_bad_option_file_is_named(group, content, says, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)

@@ -121,6 +121,7 @@ def test_a_metric_is_declared_by_its_task(tmp_path, monkeypatch):
         assert (found["unit"], found["margin"]) == (unit, counted * usual[unit])
 
 
+@pytest.mark.slow
 def test_a_verb_is_an_entry_point(checkout):
     header, line = '[project.entry-points."mprun.verbs"]', 'ended = "perceptrons.ended:main"'
     assert f"`{line}` in `{header}`" in PAGE
@@ -153,6 +154,7 @@ I1126 10:00:02.000000  1 solver.cpp:218] Iteration 20 (9 iter/s, 1s/10 iters), l
 I1126 10:00:02.000000  1 solver.cpp:237]     Train net output #0: loss = 0.2"""  # cut off
 
 
+@pytest.mark.slow
 def test_a_log_format_is_an_entry_point(checkout):
     pytest.importorskip("mprun.extensions.logs")
     header, line = '[project.entry-points."mprun.log_formats"]', 'caffe = "perceptrons.logs:CAFFE"'

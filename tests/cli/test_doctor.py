@@ -37,8 +37,8 @@ def test_every_mode_has_a_verdict_that_follows_from_its_definition():
             assert reason.startswith(ForwardContext(get_policy(name), CPU).kind() + " products")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.few(2)
 def test_a_run_meets_what_the_doctor_said(build_run, mode):
     verdict = modes(CPU)[mode]["verdict"]
     # FP8 is of linear layers, of which the LSTM's network has none but the output's.
@@ -56,6 +56,7 @@ def test_a_run_meets_what_the_doctor_said(build_run, mode):
     assert said is None or f"linear layers: {said}" in modes(CPU)[mode]["reason"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["amp", "amp_bf16", "bf16_master"])
 def test_the_native_lstm_is_missing_exactly_where_it_is_said(build_run, mode):
     reason = modes(CPU)[mode]["reason"]
@@ -176,6 +177,7 @@ def test_the_page_of_a_gpu(facts):
     assert "no GPU" not in text and "\nemulated" not in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("scale", "without"), [("fp32", True), ("pow2", False)])
 def test_numbers_that_bf16_does_not_have_are_not_multiplied_on_tensor_cores(
     tmp_path, monkeypatch, scale, without

@@ -221,8 +221,8 @@ NO_MEMORY = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("error", "told"), NO_MEMORY)
-@pytest.mark.few(5)
 def test_memory_that_ends_while_training_is_5(error, told, tmp_path, monkeypatch, capsys):
     def advance(*_):
         raise error
@@ -398,6 +398,7 @@ def test_an_evaluation_is_left_at_once_and_made_up_for(tmp_path, capsys):
     assert kinds == sum(halves, [])
 
 
+@pytest.mark.slow
 def test_compiling_is_left_at_once_and_its_step_is_no_state_to_keep(tmp_path, monkeypatch):
     """It may take minutes, and has moved what is random, and BatchNorm, when it is left."""
     words = [*TINY_AUTOENCODER, "train.steps=3", "train.log_every=1", "train.compile=default"]
@@ -504,6 +505,7 @@ def test_a_terminal_that_goes_away_ends_no_run(ending, tmp_path):
     assert record_of(folder)["status"] == "done" and rows_of(folder)[-1]["step"] == 30
 
 
+@pytest.mark.slow
 def test_a_result_that_cannot_be_written_is_no_success(tmp_path):
     command = f"{sys.executable} -m mprun --cfg job > /dev/full"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)

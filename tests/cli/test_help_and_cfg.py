@@ -93,6 +93,7 @@ def test_help_of_a_key_that_data_sources_differ_in(capsys):
     assert "default 224" in text and "for models that use it" in text
 
 
+@pytest.mark.slow
 def test_help_of_every_key_group_and_verb(capsys, monkeypatch):
     """With a range where there is one, in 80 columns."""
     # Each page reads the same option files: for all pages once.
@@ -116,6 +117,7 @@ def test_help_of_every_key_group_and_verb(capsys, monkeypatch):
     assert "usage: mprun doctor" in page(capsys, "--help", "doctor")
 
 
+@pytest.mark.slow
 def test_help_of_an_option_has_its_keys_alone_with_its_values(capsys):
     text = page(capsys, "--help", "model=gpt")
     assert text.startswith("model=gpt: GPT-2 as in nanoGPT")
@@ -274,6 +276,7 @@ def test_a_shell_completes(shell, tmp_path_factory):
         os.close(ours)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "overrides",
     [

@@ -126,6 +126,7 @@ def test_a_short_run_says_nothing_of_waiting():
     assert messages.data_bound(waiting, 0.05, 60.0) is None
 
 
+@pytest.mark.slow
 def test_a_damaged_evaluation_keeps_the_work_and_it_goes_on_after_the_repair(
     folder, tmp_path, capsys
 ):
@@ -150,6 +151,7 @@ def test_a_damaged_evaluation_keeps_the_work_and_it_goes_on_after_the_repair(
     assert record["data"]["sha256"] == record_of(whole)["data"]["sha256"]
 
 
+@pytest.mark.slow
 def test_other_data_are_refused_on_resume(folder, tmp_path, capsys):
     run = tmp_path / "r"
     more = ("data.workers=0", "train.steps=4", "train.checkpoint_every=2")
@@ -181,6 +183,7 @@ def test_a_damaged_file_is_4_and_named(folder, tmp_path, capsys, workers):
     assert printed.out == f"run: {run}\n"
 
 
+@pytest.mark.slow
 def test_skip_is_counted_and_told(folder, tmp_path, capsys):
     names = [folder / "train" / "class1" / "07.png", folder / "val" / "class0" / "02.png"]
     for name in names:

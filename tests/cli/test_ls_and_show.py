@@ -30,6 +30,7 @@ def lines(capsys, *words) -> list[str]:
     return capsys.readouterr().out.splitlines()
 
 
+@pytest.mark.slow
 def test_ls_has_a_line_for_each_run_and_what_to_do_next(runs, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.chdir(runs.parent)
@@ -46,6 +47,7 @@ def test_ls_has_a_line_for_each_run_and_what_to_do_next(runs, capsys, monkeypatc
     assert " ".join(following[1:]).split() == told
 
 
+@pytest.mark.slow
 def test_ls_takes_several_folders(runs, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "400")
     both = [str(runs / "one"), str(runs / "two")]

@@ -156,8 +156,8 @@ NEEDED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", mostly_slow(RUNS, "own", "diverged"))
-@pytest.mark.few(1)
 def test_each_command_for_a_run_of_mprun_works(name, made, capsys, monkeypatch):
     monkeypatch.setenv("SPOILT_WITH", "nan")
     if name in ("done", "beside"):
@@ -176,8 +176,8 @@ def test_each_command_for_a_run_of_mprun_works(name, made, capsys, monkeypatch):
         assert record_of(directory)["status"] == "done" and {*Path().rglob("run.json")} == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", mostly_slow(SCRIPTS, "diverged", "bad losses"))
-@pytest.mark.few(1)
 def test_each_command_for_a_run_of_a_script_works(name, made, capsys):
     if name in ("done", "beside"):
         made.script("done"), made.script("beside")
@@ -216,6 +216,7 @@ def test_each_row_of_the_table_has_fitted_a_run(made):
         assert missing == {"to find what its casts cost"}
 
 
+@pytest.mark.slow
 def test_no_command_is_named_that_cannot_work(made, capsys, monkeypatch):
     """Its files, code or torch are not there, another run beside it is damaged: nothing is said."""
     folder = made.run("failed")

@@ -121,6 +121,7 @@ def test_what_only_reads_imports_nothing(edited, capsys):
     assert not Path("canary").exists() and "hostile" not in sys.modules
 
 
+@pytest.mark.slow
 def test_the_same_names_again_continue_the_run_bit_for_bit(folder, capsys):
     assert main(but(RUN, "output_dir=straight", "train.steps=6")) == 0
     assert main([*RUN, "output_dir=run"]) == 0
@@ -154,8 +155,8 @@ def test_names_in_the_user_s_own_option_files_count(folder, capsys):
         assert main([*words, "--config-dir", "mine", "run"]) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["run", "data", "experiment/run"])
-@pytest.mark.few(1)
 def test_a_run_below_the_config_dir_does_not_vouch_for_itself(place, edited, capsys):
     # As it comes, say, out of somebody's archive: with option files of its own.
     for override in BAD:

@@ -85,6 +85,7 @@ def test_a_sweep_trains_records_tables_and_judges_it(swept, tmp_path, capsys):
     assert style["mymode"] != style["fp32"]
 
 
+@pytest.mark.slow
 def test_it_continues_without_its_file(own, tmp_path):
     """The record holds the values and the name: resuming reads no option file."""
     arguments = [*TINY, "precision=mymode", "train.checkpoint_every=2", "--config-dir", own]
@@ -100,6 +101,7 @@ def test_a_value_that_differs_from_its_file_is_in_the_label(own):
     assert compose_config(["precision=mymode"], own).mode == "mymode"
 
 
+@pytest.mark.slow
 def test_help_doctor_and_configuration_list_it(own, capsys):
     assert main(["--help", "all", "--config-dir", own]) == 0
     text = capsys.readouterr().out
@@ -136,6 +138,7 @@ def test_a_mode_may_build_on_another(tmp_path):
     assert policy.master_dtype == get_policy("fp16_master").master_dtype
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("line", "words"),
     [
@@ -147,7 +150,6 @@ def test_a_mode_may_build_on_another(tmp_path):
         ("overrides: {fc: fp64}", "overrides.fc=fp64|fp32, fp16, bf16"),
     ],
 )
-@pytest.mark.few(3)
 def test_what_no_mode_can_be_is_refused_by_key_and_value(line, words, tmp_path):
     (tmp_path / "precision").mkdir()
     (tmp_path / "precision" / "bad.yaml").write_text(line + "\n")
@@ -193,6 +195,7 @@ def test_whatever_the_rules_let_through_trains(param, autocast, build_run):
     assert (accepted > 0) == (autocast is None or param == "fp32")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("state_dtype", "beta", "warns"),
     [("bf16", 0.999, True), ("bf16", 0.99, False), ("fp8", 0.999, True), ("fp8", 0.95, False)],

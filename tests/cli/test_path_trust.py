@@ -56,10 +56,10 @@ def edit(run: Path, **data) -> None:
     seal_again(run, **changed, config_hash=config_hash(config))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments", with_extensions("RUNS_CODE", [["resume=run", "train.steps=6"]])
 )
-@pytest.mark.few(3)
 def test_a_record_can_make_no_command_read_or_write_elsewhere(arguments, run, folder, capsys):
     edit(run, cache=str(folder / "elsewhere"))
     line = refused(capsys, *arguments, ROOT)
@@ -81,6 +81,7 @@ def test_nothing_is_written_where_a_record_says_that_its_run_was(run, folder):
     assert not (folder / "else").exists() and not (folder / "where").exists()
 
 
+@pytest.mark.slow
 def test_a_run_of_ones_own_goes_on_bit_for_bit_where_its_data_are_now(run, folder, capsys):
     assert main(but(RUN, "output_dir=straight", "train.steps=6")) == 0
     (folder / "texts").rename(folder / "moved, 2")
@@ -94,6 +95,7 @@ def test_a_run_of_ones_own_goes_on_bit_for_bit_where_its_data_are_now(run, folde
     assert resumed[-1] == straight[-1] and resumed[-1][0] == 6
 
 
+@pytest.mark.slow
 def test_an_option_file_of_the_user_names_a_path_and_that_is_said_once(folder, capsys):
     (folder / "mine" / "experiment").mkdir(parents=True)
     (folder / "mine" / "experiment" / "own.yaml").write_text(
@@ -112,6 +114,7 @@ def test_an_option_file_of_the_user_names_a_path_and_that_is_said_once(folder, c
     refused(capsys, "--config-dir", "mine", "resume=run", says="data.root=/: the run's record")
 
 
+@pytest.mark.slow
 def test_what_a_stopped_run_prints_continues_it(folder, capsys, monkeypatch):
     beats = []
 
@@ -148,8 +151,8 @@ ODD = ["jürgen", "日本", "it's", 'a"b', "a&b;c", "a=b", "[x]", "{y: 1}", "f(x
 ODD += ["a, b", "a:b\\c", "*?!", "true", "1e3", "~x", "'a'b", "new\nline", " blank "]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ODD)
-@pytest.mark.few(1)
 def test_a_path_may_hold_any_character(name, folder, capsys):
     """Make, continue and show a run with such paths of data, cache, run and options."""
     for part in ("data", "cache", "options/experiment"):

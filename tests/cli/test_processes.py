@@ -4,6 +4,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from ..shipped import ALL_MODES
 from ..tables import with_extensions
 
@@ -16,6 +18,7 @@ def mprun(*arguments, **more) -> subprocess.CompletedProcess:
     return ended(sys.executable, "-m", "mprun", *arguments, **more)
 
 
+@pytest.mark.slow
 def test_bad_input_as_a_process(tmp_path):
     done = mprun("-m", "precision=fp32,fp61", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
@@ -23,6 +26,7 @@ def test_bad_input_as_a_process(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_torch_is_not_imported_before_it_is_needed(tmp_path):
     """By the one interpreter that is asked all this; pages of verbs last, which may take numpy."""
     program = f"""
@@ -47,6 +51,7 @@ def test_a_reader_that_leaves_early_is_no_error(tmp_path):
     assert "Traceback" not in done.stderr and done.stderr.strip() == "0"
 
 
+@pytest.mark.slow
 def test_completion_offers_groups_and_options(tmp_path):
     def ask(line: str) -> set[str]:
         environment = os.environ | {"COMP_LINE": line, "COMP_POINT": str(len(line))}

@@ -63,6 +63,7 @@ def test_runs_of_several_margins_are_told_apart(tmp_path):
     assert found.stamps == ["--margin 0.0025: chosen after the runs, which say 0.0025, 0.01"]
 
 
+@pytest.mark.slow
 def test_the_configuration_names_the_baseline(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     study(tmp_path / "outputs", **{"compare.baseline": "amp_bf16"})

@@ -32,6 +32,7 @@ def runs(tmp_path, monkeypatch):
     return study
 
 
+@pytest.mark.slow
 def test_verdicts_of_a_study_are_printed_and_left(runs, capsys):
     assert main(["compare", "outputs/study", "--tensorboard"]) == 0
     printed = capsys.readouterr().out
@@ -123,6 +124,7 @@ def test_a_run_is_told_of_a_margin_too_wide_before_it_begins(capsys):
     refused(capsys, "compare.margin=1", says="0.01 means 1 %")
 
 
+@pytest.mark.slow
 def test_without_its_extension_a_scalar_names_what_is_missing(tmp_path):
     package = tmp_path / "mprun"
     package.mkdir()
@@ -137,6 +139,7 @@ def test_without_its_extension_a_scalar_names_what_is_missing(tmp_path):
     assert list(tmp_path.iterdir()) == [package]
 
 
+@pytest.mark.slow
 def test_a_record_cannot_command_the_terminal(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     write_study(tmp_path / "runs", {"fp32": BASE})
@@ -151,6 +154,7 @@ def test_a_record_cannot_command_the_terminal(tmp_path, monkeypatch, capsys):
     assert "amp\x1b]0;X\x07" in repr(json.loads(printed.out)).encode().decode("unicode_escape")
 
 
+@pytest.mark.slow
 def test_a_comparison_that_was_stopped_is_replaced_by_the_next_one(tmp_path, monkeypatch):
     """Ctrl-C comes while the figures are drawn, or while a file is written."""
     write_study(tmp_path / "study", {"fp32": BASE[:1], "amp": BASE[:1]})

@@ -50,6 +50,7 @@ def test_a_mode_of_an_earlier_mprun_is_not_watched(study, capsys):
     assert mode["audit"] is None
 
 
+@pytest.mark.slow
 def test_the_reports_have_a_column(study, capsys):
     said(capsys, study, "--out", str(study / "report"))
     page = (study / "report" / "report.html").read_text()

@@ -47,6 +47,7 @@ def above(rate: float, draws: int) -> float:
     return rate + 4 * math.sqrt(rate * (1 - rate) / draws)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "way",
     [
@@ -57,11 +58,11 @@ def above(rate: float, draws: int) -> float:
     ],
     ids=["paired", "Welch", "looks", "looks by Welch"],
 )
-@pytest.mark.few(2)
 def test_a_difference_of_the_margin_rarely_matches(rates, way):
     assert rates(1, 0.004, draws=FEW, **way)["matches"] < above(0.05, FEW)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("seeds", [3, 5])
 @pytest.mark.parametrize(
     ("shift", "sd", "difference_sd"),
@@ -77,6 +78,7 @@ def test_seeds_that_scatter_more_than_their_differences(simulated, shift, sd, di
         assert few < words[word] / (2 * FEW) < many
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "looks", [pytest.param((), marks=pytest.mark.slow), (3, 5, 10)], ids=["fixed", "looks"]
 )
@@ -93,6 +95,7 @@ def test_naive_looks_do_break_the_rate(rates):
     assert found["matches"] > above(0.05, FEW)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("draws", [FEW, pytest.param(MANY, marks=pytest.mark.slow)])
 def test_equal_modes_mostly_match(rates, draws):
     assert rates(0, 0.004, (5, 5), draws)["matches"] > 1 - above(0.05, draws)
@@ -101,6 +104,7 @@ def test_equal_modes_mostly_match(rates, draws):
 KINDS = ["independent", "AR(1) 0.95", "random walk"]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("seeds", [3, 5])
 def test_gaps_that_wander_are_rarely_said_to_grow(simulated, kind, seeds):

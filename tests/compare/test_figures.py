@@ -61,6 +61,7 @@ def test_a_record_that_is_not_finite_is_bridged_and_nothing_is_made_up_outside()
     assert np.isnan(band([empty], np.arange(3.0)).mean).all()
 
 
+@pytest.mark.slow
 def test_every_figure_of_a_full_group(usual):
     curves = ["loss-steps", "loss-updates", "eval-loss", "loss-scale"]
     bars = ["throughput", "memory"]
@@ -192,6 +193,7 @@ def test_without_two_evaluations_the_difference_is_that_of_the_training_loss():
     assert {"difference", "difference-training"} & drawn(one).keys() == {"difference-training"}
 
 
+@pytest.mark.slow
 def test_speed_and_memory_are_not_drawn_where_every_mode_is_emulated_and_marked_where_some_are():
     one = group(seeds=3, steps=400)
     for number, own in enumerate(one.rows):
@@ -311,8 +313,8 @@ def broken(a_run, **columns):
     return replace(a_run, train=a_run.train | columns)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["empty", "all NaN", "constant", "zero", "giant", "one", "bare"])
-@pytest.mark.few(2)
 def test_odd_records_are_drawn_without_an_error(case):
     base = run("fp32", 0)
     count = len(base.train["step"])
@@ -332,6 +334,7 @@ def test_odd_records_are_drawn_without_an_error(case):
         drawing.figure.canvas.draw()
 
 
+@pytest.mark.slow
 def test_any_label_is_drawn_as_it_is():
     one, labels = group(seeds=3, steps=400), ["_hidden", "cost $x$ and $", "a" * 90, "<b>&\"'"]
     for a_row, label in zip(one.rows, labels, strict=True):

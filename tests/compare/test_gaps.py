@@ -124,6 +124,7 @@ def test_a_gap_that_grows_is_said_everywhere():
     assert (recorded["slope"], recorded["steps"]) == (pytest.approx(1.0), [1000, 2000])
 
 
+@pytest.mark.slow
 def test_what_does_not_grow_is_said_in_the_report_alone(tmp_path):
     a_group = followed(rising(1e-5, -1e-5, 0.0))
     gap = a_group.rows[0].gap

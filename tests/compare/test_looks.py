@@ -70,6 +70,7 @@ def test_one_look_alone_is_an_ordinary_test():
     assert stats.kstest(smallest, "uniform").pvalue > 1e-4
 
 
+@pytest.mark.slow
 def test_more_looks_are_stricter():
     alphas = [nominal_alpha(looks) for looks in ((3, 7), (3, 5, 7))]
     assert 0.05 > alphas[0] > alphas[1] > 0.05 / 3  # never below Bonferroni's

@@ -171,6 +171,7 @@ def test_frames_are_pandas(study):
     assert verdicts["verdict"].tolist() == ["baseline", "diverged", "matches"]
 
 
+@pytest.mark.slow
 def test_a_comparison_is_what_the_command_prints_and_writes(study, capsys):
     found = mprun.compare("outputs")
     assert main(["compare", "outputs", "--no-report"]) == 0
@@ -258,6 +259,7 @@ def page(shown) -> ElementTree.Element:
     return tree
 
 
+@pytest.mark.slow
 def test_a_notebook_shows_tables_and_figures(study, tmp_path):
     found = mprun.compare(study)
     tree = page(found)

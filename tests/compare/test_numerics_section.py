@@ -156,6 +156,7 @@ def test_the_tables(probed_group):
     assert ">25 %</td>" in amp and ">50 %</td>" in amp and ">0.5</td>" in amp
 
 
+@pytest.mark.slow
 def test_a_page_with_probes(probed_group, tmp_path):
     (tmp_path / "runs" / "fp32-s0" / "numerics" / "step-00000010.json").write_text("{")
     text = write_folder(comparison(probed_group), tmp_path / "out").read_text(encoding="utf-8")

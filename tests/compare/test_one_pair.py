@@ -155,6 +155,7 @@ def test_the_test_at_its_boundary(sign):
         assert test == f"{said} the scatter of pairs is 0.3648 % ({SOURCE}): {sum_of}"
 
 
+@pytest.mark.slow
 def test_of_pairs_at_the_bar_five_per_cent_are_inside():
     """A true gap of 1 %, the bar, with a known scatter of 0.1 %; standard error 0.44 %."""
     drawn = np.random.default_rng(0).normal(0.02, 0.002, 2500)

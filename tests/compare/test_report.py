@@ -113,6 +113,7 @@ def test_the_table_has_the_numbers_of_each_mode(usual):
     assert "Numerics" not in text  # without probes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("of", ["usual", "several"])
 def test_the_page_needs_nothing_but_itself(of, request):
     text, page, *_ = request.getfixturevalue(of)
@@ -143,6 +144,7 @@ def test_ids_are_unique_and_every_figure_can_be_read_out(tmp_path):
     assert all(svg["role"] == "img" and svg["aria-label"] for svg in figures)
 
 
+@pytest.mark.slow
 def test_every_configuration_value_is_escaped(tmp_path):
     evil = "<script>alert(1)</script>\"'&"
     one = group(seeds=3, steps=400)
@@ -232,6 +234,7 @@ def test_settings_that_differ_from_the_baseline_are_listed_with_their_modes(usua
     assert "scaler.kind=none in FP32, dynamic in fp16_master_scaled, amp" in words
 
 
+@pytest.mark.slow
 def test_a_baseline_alone_and_a_mode_whose_runs_all_failed_are_still_told(several):
     words = several[1].words
     assert "amp is undecided: it needs about 3 more seeds." in words
@@ -239,6 +242,7 @@ def test_a_baseline_alone_and_a_mode_whose_runs_all_failed_are_still_told(severa
     assert words.count("fp32 baseline") == 3
 
 
+@pytest.mark.slow
 def test_a_foreign_log_is_told_as_what_it_is(tmp_path):
     one = group(seeds=3, steps=400)
     one.rows[:] = one.rows[3:]
@@ -328,6 +332,7 @@ def test_an_answer_about_a_part_of_the_runs_says_so():
     assert answer(one, row).endswith("matches FP32 in what was compared, which is not all.")
 
 
+@pytest.mark.slow
 def test_control_characters_of_a_record_reach_no_file(tmp_path):
     text = "\x1b]0;x\x07\x9b2J\u202e"
     write_run(tmp_path / "runs" / "a", choices={"model": text, "data": "d"})

@@ -129,6 +129,7 @@ def false_matches(draws: int, plan=PLAN) -> float:
     return found / draws
 
 
+@pytest.mark.slow
 def test_a_difference_of_the_margin_rarely_matches_at_any_look(monkeypatch):
     assert false_matches(400) < above(0.05, 400)
     monkeypatch.setattr(decision, "spent_alphas", lambda first, most: [0.05] * (most + 1 - first))

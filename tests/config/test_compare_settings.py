@@ -10,6 +10,7 @@ from mprun.record.keys import config_hash
 from ..helpers import raises_line
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("overrides", "margin"),
     [
@@ -96,6 +97,7 @@ def test_a_default_run_evaluates_five_times(model):
     assert train.evaluates_every(450_000) == 90_000 and train.evaluates_every(1) == 1
 
 
+@pytest.mark.slow
 def test_rows_of_the_paper_evaluate_as_they_were_measured():
     for network in ("alexnet", "vgg", "googlenet", "inception_v2", "inception_v3", "resnet50"):
         assert compose_config([f"experiment=paper_{network}"]).config.train.eval_every == 0

@@ -128,6 +128,7 @@ def test_an_installed_package_adds_an_optimizer_a_scaler_and_a_mode(command, tmp
     assert {*scales} - {None} == {1024.0}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("group", "text"),
     [
@@ -136,7 +137,6 @@ def test_an_installed_package_adds_an_optimizer_a_scaler_and_a_mode(command, tmp
         ("precision", "defaults: [/schema/precision/bits@_here_]"),
     ],
 )
-@pytest.mark.few(1)
 def test_an_option_with_the_schema_of_another_is_refused(command, tmp_path, group, text):
     other = tmp_path / "own" / group / "other.yaml"
     other.parent.mkdir(parents=True)
@@ -168,6 +168,7 @@ def named_in(path: Path) -> set[str]:
     return {text for text in texts if isinstance(text, str)} | names
 
 
+@pytest.mark.slow
 def test_every_component_is_named_in_at_most_three_files_outside_of_its_own():
     """Its own are its chapter and what builds it. Rows of the paper are called like their networks:
     all of them are one place. Text is a family and a type too, and failures are classified.

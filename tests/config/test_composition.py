@@ -43,7 +43,7 @@ PAIRS = [
 
 
 @pytest.mark.parametrize(("model", "precision"), PAIRS)
-@pytest.mark.few(6)
+@pytest.mark.few(3)
 def test_every_model_composes_in_every_mode_with_its_own_data(model, precision):
     own_code = ["model.factory=a:b", "data.factory=a:b"] if model == "custom" else []
     overrides = [f"model={model}", f"precision={precision}", *own_code]
@@ -76,6 +76,7 @@ def test_the_files_are_the_one_list_of_modes():
     assert options("precision") == sorted(ALL_MODES)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("scaler", options("scaler"))
 def test_every_scaler_file_builds(scaler):
     config = compose_config(["precision=amp", f"scaler={scaler}"]).config
@@ -110,6 +111,7 @@ def test_the_command_line_wins_over_the_model_and_the_model_over_the_defaults():
     assert compose_config(["scaler=static", "precision=amp"]).config.scaler.kind == "static"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "line",
     [

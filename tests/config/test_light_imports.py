@@ -44,6 +44,7 @@ def ended(program, *words, cwd=None):
     return subprocess.run(command, capture_output=True, text=True, cwd=cwd)
 
 
+@pytest.mark.slow
 def test_a_light_module_loads_no_torch():
     """Nor does reading runs and drawing them, which takes numpy."""
     program = f"""
@@ -64,6 +65,7 @@ def modules_of(requirements):
     return {MODULES.get(name, name) for name in names}
 
 
+@pytest.mark.slow
 def test_every_import_is_of_a_declared_package():
     imported = set()
     for path in (ROOT / "mprun").rglob("*.py"):
@@ -86,6 +88,7 @@ def test_every_import_is_of_a_declared_package():
     assert imported - core <= known <= imported | by_data | {"mprun"}
 
 
+@pytest.mark.slow
 def test_the_engine_needs_the_core_alone_and_a_run_loads_torchvision_for_those_that_take_it():
     run = "import mprun.assembly, mprun.training.run; assert 'torchvision' not in sys.modules"
     assert (done := ended(ENGINE + run)).returncode == 0, done.stderr

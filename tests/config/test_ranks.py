@@ -14,6 +14,7 @@ GPT = ["model=gpt", "train.accumulate=3"]
 DDP = [*IMAGES, "devices=2", "dist.order=fixed", "dist.engine=ddp"]
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -40,6 +41,7 @@ def test_what_ranks_compute(overrides):
     compose_config(overrides)
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize(
     ("overrides", "told"),
     [

@@ -114,10 +114,10 @@ SCHEDULES = [
 SCHEDULES = with_extensions("SCHEDULES", SCHEDULES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "steps_per_epoch", "steps", "table"), SCHEDULES, ids=[row[0] for row in SCHEDULES]
 )
-@pytest.mark.few(2)  # millions of updates
 def test_rates_at_named_updates(recipe, steps_per_epoch, steps, table):
     config = composed(recipe)
     if config.train.steps is None:

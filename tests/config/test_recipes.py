@@ -202,7 +202,7 @@ def test_the_table_is_complete():
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.few(8)
+@pytest.mark.few(3)
 def test_values_are_those_of_the_source(recipe):
     config = composed(recipe)
     for text in RECIPES[recipe].split():
@@ -211,6 +211,7 @@ def test_values_are_those_of_the_source(recipe):
         assert getattr(getattr(config, group), name) == yaml.safe_load(value), text
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_rhythm(recipe):
     train = composed(recipe).train

@@ -168,6 +168,7 @@ def test_no_setting_of_a_data_source_is_lost_on_the_way():
         assert left == set(), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("before", "scale"), [(True, "pow2"), (False, "fp32")])
 def test_a_record_of_an_earlier_mprun_says_its_scale_by_another_key(before, scale):
     config = compose_config(["model=gpt", "precision=fp8_rowwise"]).as_dict()

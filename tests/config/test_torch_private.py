@@ -73,6 +73,7 @@ def uses(source):
                 yield node.lineno, ast.unparse(node)
 
 
+@pytest.mark.slow
 def test_one_module_spells_private_names():
     found = [
         f"{path.relative_to(ROOT)}:{line}: {text}"
@@ -119,6 +120,7 @@ def test_the_scan_leaves_operators_and_own_names(source):
     assert list(uses(source)) == []
 
 
+@pytest.mark.slow
 def test_this_torch_has_every_attribute_that_is_a_word():
     """A function that is gone fails at import: these would be missed in silence."""
     from torch._dynamo.eval_frame import OptimizedModule

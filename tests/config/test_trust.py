@@ -57,6 +57,7 @@ def test_a_sweep_over_an_option_and_over_a_factory():
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "wanted"),
     [
@@ -89,7 +90,6 @@ def test_a_sweep_over_an_option_and_over_a_factory():
         ),
     ],
 )
-@pytest.mark.few(5)
 def test_what_cannot_be_is_one_line(command, wanted, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     line = refused(capsys, "--cfg", "job", *command.split(), says=wanted.split("|"))

@@ -178,6 +178,7 @@ def test_files_and_folders_that_vanish(tmp_path):
     assert DamagedData.exit_code == 4
 
 
+@pytest.mark.slow
 def test_imagenet_needs_a_thousand_classes(tmp_path):
     with raises_line(ValueError, "layout='flat' is not allowed: ImageNet"):
         find(tmp_path, layout="flat", make=find_imagenet)

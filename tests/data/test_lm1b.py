@@ -45,6 +45,7 @@ def source(root, **options):
     return configured("lm1b", root=root, **{**sizes, "cache": cache, **options})
 
 
+@pytest.mark.slow
 def test_sentences_in_the_order_of_the_epoch(corpus):
     data = source(corpus)
     tokens = 99 * 10
@@ -67,6 +68,7 @@ def test_sentences_in_the_order_of_the_epoch(corpus):
     assert words == ["<S>", "the", "w1", "<S>", "a"]
 
 
+@pytest.mark.slow
 def test_held_out_shards_end_in_their_marker(corpus):
     for split, (first, second) in {"valid": (A, THE), "test": (THE, A)}.items():
         ((tokens, targets),) = source(corpus, eval_split=split).eval_batches()
@@ -76,6 +78,7 @@ def test_held_out_shards_end_in_their_marker(corpus):
         assert targets[0].tolist() == wanted[6:]
 
 
+@pytest.mark.slow
 def test_vocabulary_files(corpus, tmp_path):
     wanted = source(corpus)
     (corpus / "1b_word_vocab.txt").unlink()
@@ -131,6 +134,7 @@ def test_missing_files_are_named(corpus):
     assert caught.type is DataError
 
 
+@pytest.mark.slow
 def test_an_interrupted_preparation_goes_on_where_it_was(corpus, capsys):
     damaged = corpus / "training-monolingual.tokenized.shuffled" / "news.en-00060-of-00100"
     whole = damaged.read_bytes()

@@ -204,6 +204,7 @@ def test_resumed_with_other_shards_or_none(first, then, mode, tmp_path):
 SHARDS = ["devices=2", "train.accumulate=2", "dist.engine=fsdp"]
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize(
     ("words", "told"),
     [

@@ -77,11 +77,11 @@ def test_every_extra_of_the_page_is_there_and_the_command_has_its_own():
     assert "pip install -e .  " in given.text and "the library alone" in given.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
     [[], ["doctor"], ["doctor", "--json"], ["-m", "seed=1,2"], ["ls"], ["compare", "x"], ["bench"]],
 )
-@pytest.mark.few(2)
 def test_the_command_without_its_extra_says_what_to_install(words, alone):
     done = ended(alone, "-m", "mprun", *words)
     assert (done.returncode, done.stdout) == (2, "")
@@ -92,6 +92,7 @@ def test_the_command_without_its_extra_says_what_to_install(words, alone):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("word", ["--version", "--help"])
 def test_what_answers_without_it(word, alone):
     done = ended(alone, "-m", "mprun", word)

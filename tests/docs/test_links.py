@@ -52,6 +52,7 @@ def test_every_field_of_a_record_has_its_row():
     assert RunRecord.__annotations__.keys() <= rows
 
 
+@pytest.mark.slow
 def test_every_field_of_a_runs_files_and_of_a_comparison_is_on_the_page(tmp_path):
     page = (ROOT / "docs/reference/run_directory.md").read_text(encoding="utf-8")
     sections = dict(re.findall(r"^## (\S+)\n(.*?)(?=^## |\Z)", page, re.MULTILINE | re.DOTALL))

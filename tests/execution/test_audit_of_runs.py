@@ -81,8 +81,8 @@ def own_code(tmp_path, monkeypatch):
     sys.modules.pop("lateautocast", None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ON_A_CPU)
-@pytest.mark.few(3)
 def test_the_record_of_every_mode_says_what_was_computed(tmp_path, mode):
     assert run(tmp_path / "run", *TINY_GPT, f"precision={mode}", "train.steps=5") in (0, 3)
     audit = record_of(tmp_path / "run")["audit"]
@@ -98,11 +98,11 @@ def test_the_record_of_every_mode_says_what_was_computed(tmp_path, mode):
     assert forward and all(n % 3 == 0 for n in forward)  # three equal steps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["fp32", "fp16_master_scaled", "amp"])
 @pytest.mark.parametrize(
     "task", [t for t in SMALL if t not in ("batch_norm", "dropout")] + ["transformer in parts"]
 )
-@pytest.mark.few(2)
 def test_watched_steps_compute_the_same_bits(build_run, task, mode):
     name, _, in_parts = task.partition(" in ")
     words = [*SMALL[name], f"precision={mode}", "train.steps=20"]
@@ -133,6 +133,7 @@ def test_one_step_in_a_thousand_is_watched_after_the_first_three(build_run):
         assert stepper.audit.watched in (watched, stepper.taken)
 
 
+@pytest.mark.slow
 def test_of_replayed_steps_the_eager_ones_before_are_watched(build_run):
     built = build_run(*SMALL["transformer"], "precision=amp", "train.steps=20")
     graph = GraphedStep(built.task, CallRecorder(), required=True)
@@ -168,8 +169,8 @@ def test_a_contradiction_in_every_step_is_refused_before_the_run(tmp_path, own_c
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["bf16_stochastic", "amp", "fp8_tensorwise"])
-@pytest.mark.few(1)
 def test_an_arm_of_which_overrides_leave_nothing_is_a_control(tmp_path, capsys, mode):
     """It is said at step 1, and the run goes on to its end."""
     words = [*TINY_GPT, f"precision={mode}", "precision.overrides.*=fp32", "train.steps=2"]
@@ -197,6 +198,7 @@ def test_a_container_in_fp32_is_no_product_that_was_not_asked_for(tmp_path, caps
     assert {"forward bf16", "forward fp32"} <= {*record_of(tmp_path / "run")["audit"]["products"]}
 
 
+@pytest.mark.slow
 def test_attempts_of_a_resumed_run_add_up(tmp_path):
     words = [*TINY_GPT, "precision=amp", "train.checkpoint_every=2"]
     words.append("optim.schedule=constant")
@@ -209,6 +211,7 @@ def test_attempts_of_a_resumed_run_add_up(tmp_path):
     assert 3 * both["products"][name] == 5 * first["products"][name] > 0
 
 
+@pytest.mark.slow
 def test_an_attempt_without_a_step_does_not_fail(tmp_path, monkeypatch):
     """A run that was stopped in its last evaluation has only the evaluation left."""
     evaluate = MetricLogger.evaluate

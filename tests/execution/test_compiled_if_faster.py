@@ -84,8 +84,8 @@ def is_plain(built):
     return all(one.network is one.model for one in built.task.learners.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", ["gan", "transformer"])
-@pytest.mark.few(1)
 def test_eager_wins(build_run, compiler, capsys, task):
     """A gain within the noise of the clock is none."""
     used, steps = compiler(), DECIDED_AT + 3
@@ -120,6 +120,7 @@ def test_compiled_steps_win(build_run, compiler):
     assert stepper.audit.watched == WARM_UP
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wins", ["compiled", "eager"])
 def test_the_graph_is_of_the_form_that_won(build_run, compiler, wins):
     used, steps = compiler(), DECIDED_AT + WARM_UP + AFTER + 4
@@ -147,8 +148,8 @@ def test_a_graph_that_would_save_nothing_is_left_out(build_run, compiler):
 
 
 # Of a GAN the discriminator has been updated by then.
+@pytest.mark.slow
 @pytest.mark.parametrize(("task", "call"), [("transformer", 1), ("gan", 4)])
-@pytest.mark.few(1)
 def test_what_cannot_be_compiled_stays_eager_with_the_same_bits(
     build_run, compiler, capsys, task, call
 ):
@@ -272,8 +273,8 @@ def as_on_a_gpu(monkeypatch, compiler):
 RUN = [*SMALL["transformer"], *ONE_CORE, "optim.schedule=constant", "train.checkpoint_every=4"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wins", ["compiled", "eager"])
-@pytest.mark.few(1)
 def test_a_record_keeps_the_form_for_a_resume(tmp_path, compiler, as_on_a_gpu, wins):
     used, directory = compiler(), tmp_path / "run"
     times = (10.0, 5.0 if wins == "compiled" else 10.0)

@@ -42,6 +42,7 @@ def test_a_right_recorder_differs_in_nothing():
     assert torch.equal(torch.get_rng_state(), state)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("recorder", "said"),
     [

@@ -24,12 +24,12 @@ def losses(built, steps=4):
     return Training(built, built.stepper.step).steps(0, steps).values("loss")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "tolerance"),
     [("fp32", FP32_TOLERANCE), ("fp16_master_scaled", FP16_TOLERANCE), ("amp", FP16_TOLERANCE)],
 )
 @pytest.mark.parametrize("task", IMAGE_TASKS)
-@pytest.mark.few(2)
 def test_channels_last_differs_by_rounding(build_run, task, mode, tolerance):
     overrides = [*SMALL[task], "data.channels=3", f"precision={mode}", "optim.lr=1e-4"]
     if mode != "fp32":
@@ -56,6 +56,7 @@ def test_weights_masters_state_and_images_lie_in_one_order(build_run):
     assert built.stepper.description["channels_last"] == "on"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", ["on", "off"])
 def test_a_checkpoint_of_one_layout_continues_in_the_other(build_run, first):
     overrides = [*SMALL["reconstruction"], "data.channels=3", "precision=fp16_master_scaled"]

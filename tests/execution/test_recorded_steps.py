@@ -37,6 +37,7 @@ def pair(build_run, *overrides, bad=(), steps=STEPS, data=None):
     return eager, expected, built
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("task", "mode"),
     [
@@ -47,7 +48,6 @@ def pair(build_run, *overrides, bad=(), steps=STEPS, data=None):
         for mode in ("fp32", *SCALED)
     ],
 )
-@pytest.mark.few(3)
 def test_replayed_steps_are_the_eager_ones(build_run, task, mode):
     """With skips, a schedule, dropout, epochs and logged steps."""
     overrides = [*SMALL[task], f"precision={mode}", "optim.schedule=cosine", "train.steps=20"]
@@ -67,8 +67,8 @@ def test_replayed_steps_are_the_eager_ones(build_run, task, mode):
     assert len(set(run.values("loss").tolist())) == STEPS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", ["language_model", "gan"])
-@pytest.mark.few(1)
 def test_a_checkpoint_of_replayed_steps_continues_in_another_run(build_run, task):
     overrides = [*SMALL[task], "precision=amp", "scaler.growth_interval=2"]
     eager, expected, built = pair(build_run, *overrides)
@@ -115,6 +115,7 @@ def test_the_state_of_another_network_starts_in_an_eager_step(build_run):
     assert late and stepper.description["replayed"] == 14 - WARM_UP - len(late)
 
 
+@pytest.mark.slow
 def test_micro_batches_of_a_language_model_without_a_state(build_run):
     overrides = [*SMALL["transformer"], "precision=amp", "train.accumulate=2"]
     eager, expected, built = pair(build_run, *overrides)

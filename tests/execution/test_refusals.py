@@ -63,8 +63,8 @@ def test_the_command_refuses_with_code_2_and_writes_nothing(tmp_path, capsys, mo
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["auto", "off"])
-@pytest.mark.few(1)
 def test_auto_and_off_are_never_refused(mode):
     for overrides, _ in REFUSED:
         key, _, _ = overrides[0].partition("=")
@@ -116,7 +116,7 @@ RMSPROP, LOOP = ("rmsprop", "rmsprop_tensorflow"), ("rmsprop", "loop")
     "optim",
     ["sgd", "adam", "adamw", pytest.param("adagrad", marks=FUSED_ADAGRAD), *RMSPROP],
 )
-@pytest.mark.few(7)
+@pytest.mark.few(3)
 def test_which_optimizers_a_graph_can_hold(optim, implementation):
     if optim in RMSPROP:
         forms = ("foreach", "loop") if optim == "rmsprop" else ("loop",)

@@ -57,6 +57,7 @@ def state_at(directory, step) -> dict:
     return torch.load(path, weights_only=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [pytest.param(case, marks=() if case in QUICK else pytest.mark.slow) for case in CASES],
@@ -120,6 +121,7 @@ def stopped_at(straight, folder, step):
 BESIDE = [pytest.param(step, marks=pytest.mark.slow) for step in (AT - 1, AT + 1)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [AT, *BESIDE])
 def test_a_resume_on_both_sides_changes_no_bit(straight, step, tmp_path, capsys):
     resumed = stopped_at(straight, tmp_path / "run", step)
@@ -136,6 +138,7 @@ def test_a_resume_on_both_sides_changes_no_bit(straight, step, tmp_path, capsys)
     assert ours["audit"]["products"].keys() == theirs["audit"]["products"].keys()
 
 
+@pytest.mark.slow
 def test_the_record_tells_the_schedule(straight):
     record = read_record(straight)
     assert record.keys() <= RunRecord.__annotations__.keys()
@@ -248,6 +251,7 @@ def test_a_compiled_network_is_compiled_anew(build_run):
     assert built.task.learner.prepared.policy.name == "fp32"
 
 
+@pytest.mark.slow
 def test_a_bench_refuses_a_mode_that_changes(tmp_path, capsys):
     (tmp_path / "precision").mkdir()
     tail = "defaults: [bf16_master]\nswitch: [{at: 0.5, to: fp32}]\n"

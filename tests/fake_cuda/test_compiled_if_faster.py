@@ -102,6 +102,7 @@ def test_a_peak_of_memory_is_without_the_copy_of_the_state(executed):
     assert tried["peak_bytes"] <= plain["peak_bytes"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["dcgan", pytest.param("resnet50", marks=pytest.mark.slow)])
 def test_what_cannot_be_compiled_is_captured_as_it_is(executed, model):
     found = executed(model, "precision=amp", times=(EAGER, HOST_BOUND), fails=True)

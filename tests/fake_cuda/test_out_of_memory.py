@@ -58,6 +58,7 @@ LINE = (
 OUTLIVES = "torch 2.11: a network outlives its step that failed; by whom is not known"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", PLACES)
 def test_a_full_card(device, script, tmp_path, where):
     if device.has_oldest_torch:
@@ -125,6 +126,7 @@ with mock.patch.object(Supervised, "compute", compute):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("graph", "code"), [("on", 5), ("auto", 0)])
 def test_a_capture_that_the_driver_refuses(script, tmp_path, graph, code):
     arguments = [*SMALL, "device=cuda", "threads=1", f"train.cuda_graph={graph}"]

@@ -39,6 +39,7 @@ def test_every_update(device, tmp_path, optimizer, implementation, mode):
     assert found["record"]["execution"]["cuda_graph"] == "on"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("execution", ["on", "off"])
 def test_a_varying_rate_needs_no_fused_adam(device, tmp_path, execution):
     """A naive mode updates operation by operation, and no step waits for the skipped updates."""
@@ -63,8 +64,8 @@ SCALERS = sorted(option_files("scaler"), key="logmax".__eq__)
 HALVES = ("fp16_naive", "fp16_master", "amp", "bf16_master", "amp_bf16", "bf16_naive")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("scaler", "mode"), [(s, mode) for s in SCALERS for mode in HALVES])
-@pytest.mark.few(2)
 def test_every_scaler_in_every_16_bit_dtype(device, tmp_path, scaler, mode):
     overrides = ["optim=sgd", "optim.momentum=0.9", f"scaler={scaler}", f"precision={mode}"]
     found = device.run(tmp_path / "run", [*SMALL, *overrides])
@@ -95,14 +96,15 @@ def test_other_settings(device, tmp_path, setting):
     assert found["record"]["execution"]["cuda_graph"] == "on"
 
 
+@pytest.mark.slow
 def test_a_gan_with_two_loss_scales(device, tmp_path):
     overrides = [*MODELS["dcgan"], f"train.steps={STEPS}", "precision=amp", "scaler.per=optimizer"]
     assert_sound(device.run(tmp_path / "run", overrides))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["amp", "amp_bf16", "fp32", "fp16_naive", "bf16_master"])
 @pytest.mark.parametrize("model", ["lstm_lm, 2 layers, dropout", "dcgan"])
-@pytest.mark.few(1)
 def test_evaluation_in_the_modes_own_arithmetic(device, tmp_path, model, mode):
     overrides = [*MODELS[model], f"precision={mode}", "train.eval_arithmetic=mode"]
     assert_sound(device.run(tmp_path / "run", [*overrides, "train.steps=4"]))
@@ -129,8 +131,8 @@ PROBED = [(model, mode) for mode in ("fp16_master_scaled", "amp_bf16")
           for model in ("conv_autoencoder", "lstm_lm, 2 layers, dropout", "dcgan")]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "mode"), [*PROBED, *(("gpt", mode) for mode in NARROW)])
-@pytest.mark.few(1)
 def test_probes_and_shadow_steps(device, tmp_path, model, mode):
     """Probes read the device where they are due; the steps between them wait for nothing."""
     overrides = [*MODELS[model], f"precision={mode}", "train.steps=7", "numerics=probes"]
@@ -143,11 +145,11 @@ def test_probes_and_shadow_steps(device, tmp_path, model, mode):
         assert own["tensors"]["inputs"] and bool(own["applied_updates"]) == mode.startswith("bf16")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["fp16_master_scaled", "fp32"])
 @pytest.mark.parametrize(
     "model", [*(m for m in MODELS if m not in LARGE), "alexnet at 224 px", "resnet50"]
 )
-@pytest.mark.few(1)
 def test_deterministic(device, tmp_path, model, mode):
     overrides = MODELS.get(model) or [*MODELS["alexnet"], "data=digits_224"]
     overrides = [*overrides, "deterministic=true", f"precision={mode}", "train.steps=10"]
@@ -157,6 +159,7 @@ def test_deterministic(device, tmp_path, model, mode):
     assert (graph == "on") == (refusal(model, mode, "on") is None)
 
 
+@pytest.mark.slow
 def test_what_has_no_deterministic_kernel_is_refused_before_anything_is_written(device, tmp_path):
     overrides = [*MODELS["alexnet"], "deterministic=true"]  # its pooling, at 64 px
     found = device.run(tmp_path / "run", overrides)
@@ -206,9 +209,9 @@ def network(data):
 '''
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("graph", ["on", "off"])
 @pytest.mark.parametrize("mode", ["fp16_naive", "amp", "amp_bf16", "fp32", "bf16_master"])
-@pytest.mark.few(1)
 def test_a_model_of_ones_own(device, tmp_path, mode, graph):
     (tmp_path / "own_model.py").write_text(OWN)
     overrides = ["model=custom", "model.factory=own_model:network", "data=digits_32"]
@@ -230,6 +233,7 @@ def test_the_targets_of_detection_are_found_without_a_wait(device, tmp_path):
     assert_sound(device.run(tmp_path / "run", [*MODELS["ssd_mini"], "train.steps=3"]))
 
 
+@pytest.mark.slow
 def test_micro_batches_that_draw_are_not_captured(device, tmp_path):
     """Each has a seed of its own, a captured step one for all."""
     dropout = [*MODELS["seq2seq"], "train.steps=4", "train.accumulate=2"]
@@ -244,8 +248,8 @@ def test_micro_batches_that_draw_are_not_captured(device, tmp_path):
     assert not (tmp_path / "refused").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pair", ["bf16_master fp32", "fp32 nvfp4", "fp16_master_scaled amp"])
-@pytest.mark.few(1)
 def test_a_graph_is_captured_anew_after_a_switch_of_modes(device, tmp_path, pair):
     before, after = pair.split()
     own = [f"precision={before}", f"precision.switch=[{{at: 8, to: {after}}}]"]

@@ -49,8 +49,8 @@ def answer():
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.few(3)
 def test_script_in_every_mode(script, mode, tmp_path):
     found = script(SCRIPT.format(mode=mode, folder=str(tmp_path / "runs")))
     assert "error" not in found, found["trace"]

@@ -44,8 +44,8 @@ def answer():
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["fp8_tensorwise", "fp8_rowwise", "mxfp8"])
-@pytest.mark.few(1)
 def test_operands_of_a_linear_layer(script, mode):
     text = PRODUCTS.replace("MODE", mode)
     for name, size in (("KK", K), ("MM", M), ("NN", N)):

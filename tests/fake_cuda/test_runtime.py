@@ -42,6 +42,7 @@ def test_a_wait_is_an_error_and_counted(script, wait):
     assert "error" not in free or "numel" in free["error"]
 
 
+@pytest.mark.slow
 def test_a_wait_planted_in_a_run_is_found(script, tmp_path):
     found = script(f"""
 from unittest import mock

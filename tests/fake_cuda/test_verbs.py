@@ -73,8 +73,8 @@ def test_a_kernel_is_tried_on_the_device_of_its_model(device):
     assert on_device(device, "-c", SELF_TEST, devices=2) == "None False True\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["amp", "bf16_stochastic", "fp8_rowwise"])
-@pytest.mark.few(1)
 def test_a_step_that_diverged_is_replayed_there(device, script, tmp_path, mode):
     folder = tmp_path / "run"
     arguments = [*MODELS["gpt"], f"precision={mode}", "train.steps=6", "train.log_every=2"]
@@ -86,6 +86,7 @@ def test_a_step_that_diverged_is_replayed_there(device, script, tmp_path, mode):
     assert "step 1 from its kept state: does not fail again" in found["printed"]
 
 
+@pytest.mark.slow
 def test_advice_from_probes(device, tmp_path):
     folder = tmp_path / "run"
     overrides = [*MODELS["gpt"], "precision=fp32", "train.steps=6", "numerics=probes"]

@@ -40,6 +40,7 @@ def test_alexnet2012_has_the_published_map_sizes():
     ]
 
 
+@pytest.mark.slow
 def test_alexnet2012_starts_as_caffe_does(alexnet2012):
     layers = [m for m in alexnet2012.modules() if isinstance(m, (nn.Conv2d, nn.Linear))]
     deviations = [0.01, 0.01, 0.01, 0.01, 0.01, 0.005, 0.005, 0.01]
@@ -52,6 +53,7 @@ def test_alexnet2012_starts_as_caffe_does(alexnet2012):
         assert torch.equal(layer.bias, torch.full_like(layer.bias, bias))
 
 
+@pytest.mark.slow
 def test_alexnet2012_groups_do_not_mix(alexnet2012):
     second = alexnet2012.features[4]
     x = torch.zeros(1, 96, 7, 7)

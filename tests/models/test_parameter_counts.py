@@ -26,6 +26,7 @@ def lstm_lm(name, vocabulary):
         )
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("build", "published"),
     [

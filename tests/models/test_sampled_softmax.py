@@ -39,6 +39,7 @@ def test_the_formula():
     assert zipf(1000).sum() == pytest.approx(1.0)
 
 
+@pytest.mark.slow
 def test_the_first_arrival_has_the_log_uniform_distribution():
     sampler, draws = LogUniformSampler(30, 1), 5_000
     drawn = torch.cat([sampler.draw(CPU)[0] for _ in range(draws)])
@@ -50,6 +51,7 @@ def test_the_first_arrival_has_the_log_uniform_distribution():
     assert chisquare(counts, tilted / tilted.sum() * draws).pvalue < 0.05
 
 
+@pytest.mark.slow
 def test_the_set_is_that_of_drawing_until_enough_are_different():
     """All 56 sets of 3 of 8 words, by enumeration of the orders in which they can be drawn."""
     p, draws = zipf(8), 5_000

@@ -38,6 +38,7 @@ def test_vgg_starts_and_computes_as_torchvision_s():
         assert torch.equal(ours(images), theirs(images))
 
 
+@pytest.mark.slow
 def test_inception_v3_computes_as_torchvision_s():
     with torch.device("meta"):  # neither needs a start of its own
         theirs = torchvision_s_inception_v3(aux_logits=False, num_classes=7).eval()

@@ -116,6 +116,7 @@ def test_of_a_large_weight_a_part_stands_for_all():
     assert found["weight"].wanted == pytest.approx(4 * UNIT * (1 << 20), rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["bf16_naive", "bf16_stochastic", "bf16_kahan", "bf16_master"])
 def test_where_updates_are_lost(build_run, mode):
     """The rate of the quickstart: nearest rounding keeps less than half, the others all.
@@ -142,6 +143,7 @@ def test_where_updates_are_lost(build_run, mode):
         assert own.applied_updates.keys() == own.tensors["weights"].keys()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["conv_autoencoder", "lstm_lm"])
 def test_micro_batches_and_clipping_are_in_what_is_wanted(build_run, model):
     """The first is updated by two micro-batches, the second is clipped: Kahan takes all of it."""
@@ -153,8 +155,8 @@ def test_micro_batches_and_clipping_are_in_what_is_wanted(build_run, model):
     assert own.total_applied().ratio == pytest.approx(1, abs=2.0**-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["bf16_stochastic", "bf16_naive", "bf16_kahan"])
-@pytest.mark.few(1)
 def test_the_meter_changes_nothing_of_a_run(build_run, tmp_path, mode):
     runs = []
     for every in (0, 2):

@@ -29,6 +29,7 @@ def bad_steps(folder) -> list[int]:
     return [row["step"] for row in rows_of(folder, "train") if not math.isfinite(row["loss"])]
 
 
+@pytest.mark.slow
 def test_the_record_names_the_steps_and_what_their_batches_hold(spoilt):
     steps = bad_steps(spoilt)  # one in each epoch of six
     assert (
@@ -39,6 +40,7 @@ def test_the_record_names_the_steps_and_what_their_batches_hold(spoilt):
     assert record["bad_batches"] == {str(s): "inputs: 3 of 256 values are NaN" for s in steps}
 
 
+@pytest.mark.slow
 def test_the_end_of_the_run_show_and_compare_tell_it(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("SPOILT_WITH", "inf")
     assert run(tmp_path / "amp", *RUN) == 0

@@ -29,9 +29,9 @@ def kept_state(directory):
     return checkpoint.load_newest(directory / "numerics" / "failure", CPU)[:2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", [mode for mode in OF_ANY_NETWORK if mode != "tf32"])
 @pytest.mark.parametrize("model", ["autoencoder", "gan"])
-@pytest.mark.few(1)
 def test_the_kept_state_is_the_one_before_the_bad_step(tmp_path, model, mode):
     overrides = AUTOENCODER if model == "autoencoder" else GAN
     scaler = ["scaler=none"] if mode in ("fp16_master_scaled", "amp") else []
@@ -59,6 +59,7 @@ def test_the_kept_state_is_the_one_before_the_bad_step(tmp_path, model, mode):
         assert_same_bits(state["random"][generator], expected["random"][generator])
 
 
+@pytest.mark.slow
 def test_dropout_and_carried_state_come_back(tmp_path):
     # The loss explodes after some 20 steps; each drew random numbers and carried a state.
     arguments = [*LM, "model.dropout=0.3", "precision=fp16_master", "optim=sgd_plain"]
@@ -82,6 +83,7 @@ def test_keeping_changes_no_number_of_the_run(tmp_path):
     assert_same_bits(*found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "plant"),
     [
@@ -189,6 +191,7 @@ def test_a_new_attempt_forgets_the_failure_of_the_last(tmp_path):
     failure.forget_failure(directory)  # nothing there is nothing to do
 
 
+@pytest.mark.slow
 def test_a_damaged_state_is_told(tmp_path):
     verb = pytest.importorskip("mprun.extensions.diagnosis.commands.explain")
     directory, _ = run(tmp_path, *NAIVE_ADAM)

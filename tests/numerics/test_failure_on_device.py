@@ -29,9 +29,9 @@ def state_of(built):
     return snapshot.content()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [[*LM, "model.dropout=0.3"], GAN], ids=["lm", "gan"])
 @pytest.mark.parametrize("mode", [mode for mode in OF_ANY_NETWORK if mode != "tf32"])
-@pytest.mark.few(4)
 def test_taken_or_left(build_run, model, mode):
     built = build_run(*model, f"precision={mode}", "optim=adam", "optim.eps=1e-3")
     snapshot = Snapshot(built.task, CPU)

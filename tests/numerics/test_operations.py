@@ -162,6 +162,7 @@ def test_calls_elements_and_flops_by_hand():
     assert rows["mm", "backward"]["flops"] == 2 * LINEAR_FLOPS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mode", "dtype"), [("fp32", "fp32"), ("amp", "emulated fp16")])
 @pytest.mark.parametrize("mode_of_attention", ["fused", "manual"])
 def test_attention_is_counted_with_its_flops(build_run, mode, dtype, mode_of_attention):
@@ -357,11 +358,11 @@ MODELS = {
 RECURRENT = {"fp32": "mkldnn_rnn_layer", "amp": "lstm", "fp16_master_scaled": "lstm"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", RECURRENT)
 @pytest.mark.parametrize(
     "model", ["lstm_lm", "dcgan", pytest.param("resnet50", marks=pytest.mark.slow)]
 )
-@pytest.mark.few(2)
 def test_watching_changes_no_bit(build_run, model, mode):
     results = []
     # At the default scale of 2^16 the first updates would be skipped.

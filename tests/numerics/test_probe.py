@@ -73,8 +73,8 @@ def test_a_probed_and_shadowed_run_is_bit_equal_to_one_without(build_run, tmp_pa
     assert [record.step for record in read_probes(tmp_path)] == list(range(2, steps + 1, 2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["fp32", "fp16_naive", "fp16_master_scaled", "bf16_naive", "amp"])
-@pytest.mark.few(2)
 def test_what_is_counted_is_what_the_step_computed(build_run, mode):
     """Against tensors kept by hand: outputs by retain_grad, weights and gradients by copies."""
     built = build_run(*SMALL["conv_autoencoder"], f"precision={mode}", "train.accumulate=1")
@@ -388,6 +388,7 @@ def test_a_shadow_needs_numerics_on():
     )
 
 
+@pytest.mark.slow
 def test_a_resumed_run_writes_its_later_probes_again(tmp_path):
     path = tmp_path / "run"
     every = ["numerics=probes", "numerics.every=1", "train.checkpoint_every=2", "train.steps=3"]

@@ -68,6 +68,7 @@ def smooth(task):
     return task
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", FAST)
 def test_rounding_has_the_size_of_the_format(build_run, model):
     """BF16 has 8 significant bits, FP16 has 11: errors 8 times as large where all is smooth.

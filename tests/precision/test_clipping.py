@@ -115,6 +115,7 @@ def test_the_norm_of_fp16_gradients_does_not_overflow():
     assert learner.step(measure=True).grad_norm.item() == 69632.0
 
 
+@pytest.mark.few(16)
 @pytest.mark.parametrize("clip_norm", [CLIP, None])
 @pytest.mark.parametrize("clipped", [None, ["0.weight"]])
 @pytest.mark.parametrize("measure", [True, False])

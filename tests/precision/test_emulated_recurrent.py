@@ -67,6 +67,7 @@ def compare(rnn, x, dtype, bound, autocast=False, of_gradients=None):
     return emulation
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("options", [{}, {"bias": False}, {"autocast": True}], ids=str)
 @pytest.mark.parametrize("projection", [0, 48])

@@ -44,6 +44,7 @@ def test_two_steps_worked_by_hand():
     assert second == pytest.approx(2.0**23.91503, rel=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bad", [None, 2.0**16])
 def test_equals_numpy_over_a_thousand_steps(bad):
     rng = np.random.default_rng(0)

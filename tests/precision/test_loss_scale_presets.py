@@ -157,8 +157,8 @@ def compare(name: str, overrides: dict, overflows: list[bool]) -> int:
     return len(overflows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(PUBLISHED))
-@pytest.mark.few(2)
 def test_every_preset_equals_its_original_on_random_sequences(name):
     rng, compared = random.Random(name), 0
     for _ in range(120):

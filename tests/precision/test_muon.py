@@ -240,6 +240,7 @@ HIDDEN = {
 HIDDEN = with_extensions("HIDDEN", HIDDEN)
 
 
+@pytest.mark.few(7)
 @pytest.mark.parametrize("network", HIDDEN)
 def test_the_hidden_matrices_of_a_network(network):
     changes, hidden, others = HIDDEN[network]

@@ -215,6 +215,7 @@ RULES = [
 ]
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize(("rule", "more"), RULES)
 @pytest.mark.parametrize("form", FORMATS)
 def test_what_is_skipped_or_unused_stays_as_it_is(form, rule, more):
@@ -285,6 +286,7 @@ def test_bytes_of_a_number():
     assert held == 2 * 64 * 64 * (1 + 4 / 256)
 
 
+@pytest.mark.few(7)
 @pytest.mark.parametrize(("rule", "more"), RULES)
 @pytest.mark.parametrize("form", FORMATS)
 def test_state_is_within_half_a_step_of_fp32_s(form, rule, more):
@@ -333,6 +335,7 @@ def test_what_is_not_finite_does_not_become_finite(form):
         assert not decoded[7].isfinite() and decoded[BLOCK:].isfinite().all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rule", "name"), [(torch.optim.Adadelta, "acc_delta"), (torch.optim.Adamax, "exp_inf")]
 )

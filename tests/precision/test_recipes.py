@@ -64,6 +64,7 @@ def losses_in(mode, steps=40):
     return found
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("mode", RECIPES)
 def test_a_recipe_trains(mode):
     found, plain = losses_in(mode), losses_in(None)
@@ -208,6 +209,7 @@ def off(products, times=300):
         yield ((found.double().mean(0) - expected).abs() / error).median().item()
 
 
+@pytest.mark.slow
 def test_both_gradients_are_right_on_average():
     """Half of all numbers of a normal distribution are within 0.67 standard errors."""
     recipe = get_policy("mxfp4_hadamard").matmul
@@ -224,6 +226,7 @@ def test_the_output_of_the_recipe_is_that_of_the_mode():
     assert torch.allclose(layer(x), expected, rtol=2**-7, atol=2**-7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("operand", ["grad_output", "input", "weight"])
 def test_a_stochastic_cast_is_a_neighbour_by_fractions(operand):
     """0 of 6,144 numbers are other than the two of E2M1 beside the exact quotient."""
@@ -261,6 +264,7 @@ def fractions_of(matrix, block):
     return torch.tensor([[float(exact.f32(value)) for value in row] for row in rows])
 
 
+@pytest.mark.slow
 def test_deepseek_casts_the_cast_input_again():
     """All three products by fractions: 0 of 30,784 numbers differ."""
     tokens, inputs, outputs = 40, 144, 136
@@ -458,6 +462,7 @@ def int8_numbers(matrix):
     return codes.float() * factor[:, None]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "numbers"), [("qat_int8", int8_numbers), ("qat_nvfp4", nvfp4_numbers)]
 )

@@ -261,6 +261,7 @@ def halves(terms, dtype):
     return rounded(halves(terms[:left], dtype) + halves(terms[left:], dtype), dtype)
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize("dtype", [F16, B16, F32])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 6, 7, 8, 13, 64, 100])
 def test_sums_in_other_orders_are_those_of_numpy(ranks, dtype):
@@ -291,7 +292,7 @@ def test_stock_ddp_and_its_compression_divide_before_in_fp16(of_ranks):
             assert torch.equal(summed(list(pair), "before").to(dtype), theirs)
 
 
-@pytest.mark.few(9)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("scaler", ["none", "static", "dynamic", "apex", "logmax"])
 @pytest.mark.parametrize(
     ("param_dtype", "reduce"),

@@ -322,6 +322,7 @@ def test_the_update_is_that_of_fp32_but_for_one_rounding():
     assert (weight.double() != before).any()
 
 
+@pytest.mark.slow
 def test_updates_far_below_the_format_add_up():
     """100 updates of 2^-9 of a unit: lost to nearest, a fifth of a unit to the others."""
     moved = {}

@@ -198,6 +198,7 @@ def looked_up(sparse, mode, make, **more):
     return model.table.weight.detach().clone(), [(u.found_inf.item(), u.grad_norm) for u in updates]
 
 
+@pytest.mark.few(4)
 @pytest.mark.filterwarnings("ignore:Sparse invariant")  # of torch.optim.Adagrad's own tensors
 @pytest.mark.parametrize("clip", [None, 0.05])
 @pytest.mark.parametrize("mode", ["amp", "fp16_master", "fp16_naive"])

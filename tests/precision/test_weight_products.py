@@ -373,8 +373,8 @@ def trained(mode, wrap=lambda model: model, how="loop", native=True):
     return [*found, *model.state_dict().values()], prepared.forward_context.rerouted()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["fp8_rowwise", "nvfp4"])
-@pytest.mark.few(1)
 def test_experts_are_trained_in_a_script(mode):
     """Every form ends with the same bits, but for random ones and the order of sums of rows."""
     found, calls = trained(mode, native=False)

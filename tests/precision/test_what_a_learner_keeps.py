@@ -79,6 +79,7 @@ def advance(learner, *steps, factor=1.0):
         assert update.found_inf == (not math.isfinite(factor))
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("case", CASES)
 def test_a_skipped_step_changes_nothing_and_a_saved_state_goes_on(case):
     straight, resumed = made(case), made(case)

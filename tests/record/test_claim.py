@@ -54,6 +54,7 @@ def name(*overrides: str) -> str:
     return compose_config(overrides).place().relative_to("outputs").as_posix()
 
 
+@pytest.mark.slow
 def test_names_hold_what_differs():
     assert name() == "lstm_lm-docs_words/fp32-s0"
     assert name("model=resnet50", "precision=amp", "optim.lr=0.05", "seed=3") == (

@@ -261,6 +261,7 @@ def test_off_a_terminal_the_count_is_told_until_there_is_a_loss(clock):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("scale", "skips"), [(2.0**24, True), pytest.param(2.0**4, False, marks=pytest.mark.slow)]
 )

@@ -80,6 +80,7 @@ def test_a_lock_that_another_process_has(name, failing, tmp_path):
         pass
 
 
+@pytest.mark.slow
 def test_a_run_without_locks_is_made_resumed_and_shown(failing, tmp_path, capsys):
     straight, folder = tmp_path / "straight", tmp_path / "run"
     assert run(straight, *KEEPS, "train.steps=4") == 0
@@ -101,6 +102,7 @@ def test_a_folder_that_cannot_be_forced_onto_the_disk(name, failing, tmp_path):
     assert Cache(tmp_path / "cache", "x").store({"kind": "words"}, ["a"]).read_text() == "a\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["EINVAL", "ENOSYS", "EOPNOTSUPP"])
 def test_a_file_system_without_synchronisation_has_runs(name, failing, tmp_path, capsys):
     failing(os, "fsync", name)
@@ -115,9 +117,9 @@ def test_a_checkpoint_that_is_not_on_the_disk_is_none(folders, failing, tmp_path
     assert "Input/output error" in capsys.readouterr().err.splitlines()[-1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STAY)
 @pytest.mark.parametrize("call", ["rename", "rmdir", "unlink"])
-@pytest.mark.few(3)
 def test_an_old_checkpoint_that_stays_ends_no_run(call, name, failing, tmp_path, capsys):
     """The run can be resumed: what stays is whole, or does not look like a checkpoint."""
     folder = tmp_path / "run"
@@ -134,7 +136,7 @@ def test_an_old_checkpoint_that_stays_ends_no_run(call, name, failing, tmp_path,
 
 @pytest.mark.parametrize("name", BROKEN)
 @pytest.mark.parametrize("written", ["config.yaml", "run.json"])
-@pytest.mark.few(10)
+@pytest.mark.few(4)
 def test_a_first_write_that_fails_is_one_line(written, name, failing, tmp_path, capsys):
     failing(os, "replace", name, lambda _, target: str(target).endswith(written))
     capsys.readouterr()

@@ -33,6 +33,7 @@ def config_of(directory) -> dict:
     return yaml.safe_load((directory / "config.yaml").read_text())
 
 
+@pytest.mark.slow
 def test_run_json_holds_the_configuration_of_config_yaml_also_after_a_resume(finished, tmp_path):
     record = record_of(finished)
     assert record["config"] == compose_config([*AMP, f"output_dir='{finished}'"]).as_dict()
@@ -49,6 +50,7 @@ def test_run_json_holds_the_configuration_of_config_yaml_also_after_a_resume(fin
     assert record["config_hash"] == config_hash(record["config"])
 
 
+@pytest.mark.slow
 def test_a_record_from_before_a_setting_gets_the_setting_when_it_is_resumed(finished, tmp_path):
     directory = shutil.copytree(finished, tmp_path / "run")
     plain = config_of(directory)
@@ -63,6 +65,7 @@ def test_a_record_from_before_a_setting_gets_the_setting_when_it_is_resumed(fini
     assert record["config_hash"] == config_hash(record["config"])
 
 
+@pytest.mark.slow
 def test_the_first_twenty_steps_are_recorded_whatever_log_every_says(tmp_path):
     few, every = tmp_path / "few", tmp_path / "every"
     # Overflows at first, so that skipped updates lie among the first steps.
@@ -99,6 +102,7 @@ def test_the_first_steps_are_whole_after_a_resume_among_them(tmp_path):
     assert steps == [*range(1, 21), 23]
 
 
+@pytest.mark.slow
 def test_a_run_that_dies_before_its_first_log_line_says_where(tmp_path):
     """Adam's eps is 0 in FP16: NaN in the second loss."""
     directory = tmp_path / "run"
@@ -111,6 +115,7 @@ def test_a_run_that_dies_before_its_first_log_line_says_where(tmp_path):
     assert record_of(directory)["last_step"] == 2
 
 
+@pytest.mark.slow
 def test_a_late_death_between_two_log_lines_has_a_record(tmp_path):
     """Weight decay beyond stability: weights grow by a factor of 4 a step, until FP32 ends."""
     overrides = ["optim=sgd_plain", "optim.lr=1", "optim.weight_decay=5", "train.clip_norm=null"]
@@ -140,6 +145,7 @@ def grids(directory) -> list[str]:
     return sorted(path.name for path in (directory / "samples").iterdir())
 
 
+@pytest.mark.slow
 def test_each_evaluation_of_a_gan_leaves_a_grid(gan):
     assert grids(gan) == [f"step-{step:08}.png" for step in (2, 4, 6)]
     with Image.open(gan / "samples" / "step-00000006.png") as image:
@@ -159,6 +165,7 @@ def test_each_evaluation_of_a_gan_leaves_a_grid(gan):
     assert pixels.float().std() > 1
 
 
+@pytest.mark.slow
 def test_a_resumed_gan_has_no_grid_from_a_future_that_was_not(gan, tmp_path):
     directory = tmp_path / "run"
     shutil.copytree(gan, directory)

@@ -29,6 +29,7 @@ def drawn(seed: int) -> tuple[list[list[str]], int]:
     return [header, *cells], draw.choice([30, 60, 80, 80, 80, 120])
 
 
+@pytest.mark.few(38)
 @pytest.mark.parametrize("seed", range(200))
 def test_a_table_fits_and_loses_no_word(seed):
     (header, *rows), width = drawn(seed)

@@ -143,6 +143,7 @@ def test_a_record_without_its_split_is_damage(tmp_path):
         read_columns(path)
 
 
+@pytest.mark.slow
 @settings(max_examples=15, deadline=None)
 @given(records=files(), at=st.integers(0), byte=st.integers(0, 255))
 def test_a_changed_byte_is_told_or_read_as_json_reads_it(tmp_path_factory, records, at, byte):
@@ -231,6 +232,7 @@ def test_no_records_and_evaluations_alone(tmp_path):
     assert columns.evals["loss"].tolist() == [1.0, 0.5] and columns.last_step == 10
 
 
+@pytest.mark.slow
 def test_many_records_are_thinned_for_drawing_and_nothing_else(tmp_path):
     path = tmp_path / "metrics.jsonl"
     skips = [s // 2 for s in range(1, 12_001)]  # every second update

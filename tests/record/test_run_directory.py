@@ -133,6 +133,7 @@ def test_fp32_has_no_emulation_and_no_masters(tmp_path):
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
+@pytest.mark.slow
 def test_a_gan_reports_both_losses_and_both_networks(tmp_path):
     directory = tmp_path / "run"
     assert run(directory, *TINY_GAN, "train.steps=4", "train.log_every=2", "precision=amp") == 0

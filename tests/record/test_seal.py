@@ -146,6 +146,7 @@ def test_every_kind_of_file_is_sealed_to_its_last_bit(tmp_path, pattern):
             check_seal(tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["metrics.jsonl", NUMERICS[0]])
 def test_compare_reads_what_the_run_wrote(own, baseline, name, capsys):
     path = own / name
@@ -266,6 +267,7 @@ def test_an_end_that_another_process_writes_knows_the_last_recorded_step(own):
     check_seal(own)
 
 
+@pytest.mark.slow
 def test_runs_without_a_seal_are_read_with_one_note(own, baseline, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(seal, "_noted", False)
     other = shutil.copytree(baseline, tmp_path / "other")
@@ -338,6 +340,7 @@ def test_a_resume_tells_each_key_that_changes_and_from_what(own, capsys):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("failing", [".run.json", ".config.yaml"])
 def test_a_disk_that_is_full_before_the_first_record_leaves_nothing(
     tmp_path, failing, monkeypatch, capsys

@@ -70,6 +70,7 @@ def test_of_several_models_each_is_named():
     assert kept == ["first: the model itself", "second: the model itself"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("of_script", ["fp32", "mxfp4", "fp8_rowwise"])
 def test_casts_of_products_are_measured(of_script):
     torch.manual_seed(0)

@@ -107,8 +107,8 @@ def test_equal_blocks_share_a_graph(mode):
     assert counter.frame_count == 3  # the first one's input needs no gradient; an evaluation
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Writing, Mixed])
-@pytest.mark.few(1)
 def test_what_a_call_needs_help_for_is_not_compiled(kind):
     """A compiler does not see what serves it; a line says so."""
     counter = graphs()

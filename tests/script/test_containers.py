@@ -139,7 +139,7 @@ def trained(model, mode, call):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.few
+@pytest.mark.few(4)
 def test_tensors_in_an_object_are_those_of_a_tuple(mode, kind):
     kept = kind(torch.ones(6, 8), EDGES)
     model = OfObject()

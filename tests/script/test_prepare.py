@@ -50,6 +50,7 @@ def test_random_bits_are_those_of_the_seed_of_the_script():
     assert seeds == [7, 8]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["fp16_naive", "fp16_master_scaled", "amp", "bf16_kahan"])
 def test_a_part_that_is_computed_anew_changes_no_bit(mode):
     ends = []

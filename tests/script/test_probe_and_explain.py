@@ -31,8 +31,8 @@ def step_in_a_script(built):
     return stepping(optimizer, loss), optimizer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["fp32", "fp16_master_scaled", "amp", "bf16_naive", "bf16_kahan"])
-@pytest.mark.few(2)
 def test_a_probe_is_equal_to_that_of_a_run(mode, build_run):
     built = build_run(*SMALL, f"precision={mode}")
     step, optimizer = step_in_a_script(built)
@@ -55,6 +55,7 @@ def test_a_probe_is_equal_to_that_of_a_run(mode, build_run):
     assert bool(own.applied_updates) == (mode in ("bf16_naive", "bf16_kahan"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["fp16_naive", "fp16_master_scaled", "amp"])
 def test_an_explanation_is_equal_to_that_of_a_run(mode, build_run):
     built = build_run(*SMALL, f"precision={mode}")
@@ -116,6 +117,7 @@ def test_an_explanation_names_the_module_and_puts_everything_back():
     assert_same_bits(states(), before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["fp16_master", "amp", "fp32"])
 def test_a_step_whose_gradients_all_underflow_says_so(mode):
     """1e-8 is below half of FP16's smallest number: no scale, no gradient."""

@@ -83,6 +83,7 @@ def _fault(case: Case, ranks: list[dict]) -> str:
     return ""
 
 
+@pytest.mark.slow
 def test_two_ranks_train_as_one_process_or_are_refused(tmp_path):
     cases = [*PLAIN, *(Case(setting, MOST) for setting in ALL_SETTINGS)]
     # Which draw random bits, for the weights and for gradients in products.

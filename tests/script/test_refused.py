@@ -249,6 +249,7 @@ IN_THE_LOOP = {
 REFUSALS = [("given to `prepare`", TO_PREPARE), ("in the loop", IN_THE_LOOP)]
 
 
+@pytest.mark.few(17)
 @pytest.mark.parametrize(
     ("head", "name"), [(head, name) for head, table in REFUSALS for name in table]
 )

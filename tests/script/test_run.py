@@ -167,6 +167,7 @@ def test_steps_after_the_last_evaluation_are_recorded_too(tmp_path, with_block):
     load_run(run.directory, read_record(run.directory))  # raises where it is damaged
 
 
+@pytest.mark.slow
 def test_a_divergence_is_recorded_and_the_script_goes_on(tmp_path, capsys):
     run = recorded(tmp_path, "fp16_master", spoil=17, log_every=5)
     assert run.status == "diverged"
@@ -238,6 +239,7 @@ def test_what_is_wrong_is_said_in_one_line_and_nothing_written(tmp_path, options
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("sd", "code"), [(1e-4, 0), (10.0, 3)])
 def test_a_scatter_stated_beforehand_tests_one_pair(tmp_path, capsys, sd, code):
     for mode in ("fp32", "amp"):
@@ -250,6 +252,7 @@ def test_a_scatter_stated_beforehand_tests_one_pair(tmp_path, capsys, sd, code):
     assert "my pairs" in printed
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_itself_not_finite_is_told_with_its_step(tmp_path, capsys):
     """A loss scale skips the update and goes on; that of a GAN is the sum of two losses."""
     run = recorded(tmp_path, "amp", spoil=12)
@@ -266,6 +269,7 @@ def test_a_loss_that_is_itself_not_finite_is_told_with_its_step(tmp_path, capsys
     assert "the loss itself" not in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_verbs_that_take_steps_say_that_only_the_script_can(tmp_path, capsys):
     done = recorded(tmp_path, "amp", probe_every=10).directory
     diverged = recorded(tmp_path, "fp16_master", spoil=12).directory
@@ -336,6 +340,7 @@ mprun.probe(step, optimizer)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("end", "status", "code"),
     [
@@ -344,7 +349,6 @@ mprun.probe(step, optimizer)
         ("run.evaluate(loss=1e999)", "diverged", 3),
     ],
 )
-@pytest.mark.few(1)
 def test_a_script_needs_no_with_block_nor_what_the_command_needs(tmp_path, end, status, code):
     environment = {"PYTHONPATH": str(Path(mprun.__file__).parents[1]), "PATH": "/usr/bin:/bin"}
     found = subprocess.run(

@@ -78,7 +78,7 @@ def of_both(first, second):
 
 @pytest.mark.parametrize("kind", SHARED)
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.few
+@pytest.mark.few(3)
 def test_models_that_share_train_as_one_module_that_holds_both(mode, kind):
     first, second = made(kind)
     optimizer = sgd(of_both(first, second), lr=0.02)

@@ -59,8 +59,8 @@ def trained(mode, hooked, parts=lambda model: [[own] for own in model.parameters
     return model, optimizers, scales
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.few(4)
 def test_the_bits_are_those_of_steps_behind_the_pass(mode):
     """With an overflow in a mode with a loss scale; BatchNorm's statistics go back with it."""
     own, optimizers, scales = trained(mode, hooked=True)

@@ -62,6 +62,7 @@ ENDS = {
 }
 
 
+@pytest.mark.slow
 def test_seeds_are_added_until_each_mode_is_decided(tmp_path, capsys):
     def train(run):
         end = ENDS[run.precision][run.seed - 7]

@@ -65,8 +65,8 @@ def made(mode, state=None, optimizer_state=None, scaler=None):
     return model, optimizer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), PAIRS)
-@pytest.mark.few(4)
 def test_steps_after_a_switch_are_those_of_a_model_prepared_from_that_state(before, after):
     model, optimizer = made(before)
     train(model, optimizer, steps=3)
@@ -207,6 +207,7 @@ def test_a_model_that_is_not_prepared_and_one_in_its_call_are_refused():
         model(next(batches(1))[0])
 
 
+@pytest.mark.slow
 def test_a_run_records_the_switch(tmp_path):
     directories = []
     for at in (None, 3):

@@ -183,6 +183,7 @@ def test_a_graph_of_many_paths_is_walked_once(mode):
     assert all(own.grad is not None for own in model.parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["fp16_naive", "bf16_master", "amp"])
 def test_a_pass_is_the_models_own_wherever_it_begins(mode):
     """At a tensor from inside, at gradients of gradients, in a pass within a pass."""
@@ -523,6 +524,7 @@ def leaves_torch_as_it_was():
     assert not of_torch._global_optimizer_pre_hooks and not of_torch._global_optimizer_post_hooks
 
 
+@pytest.mark.slow
 def test_torch_is_as_it_was_once_the_last_model_is_gone():
     process = forkserver().Process(target=leaves_torch_as_it_was)
     process.start()
@@ -574,6 +576,7 @@ def test_hooks_of_a_parameter_that_no_pass_reaches_are_not_called(mode):
     assert not called and model.unused.weight.grad is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["fp32", "amp", "fp16_master_scaled", "fp8_rowwise"])
 def test_an_exported_program_is_the_learned_model_in_fp32(mode):
     model, optimizer = prepared(mode)
@@ -585,11 +588,11 @@ def test_an_exported_program_is_the_learned_model_in_fp32(mode):
     train(model.train(), optimizer, steps=1)  # it goes on in its mode
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*torch.jit:FutureWarning", "ignore::DeprecationWarning")
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 @pytest.mark.parametrize("mode", ["fp32", "amp", "fp16_master_scaled", "fp8_rowwise"])
 @pytest.mark.parametrize("steps", [0, 2, 5])
-@pytest.mark.few
 def test_a_traced_model_is_the_learned_one_in_fp32(mode, steps):
     """torch.onnx.export without dynamo traces, too."""
     model, optimizer = prepared(mode)

@@ -33,6 +33,7 @@ def test_mypy_finds_nothing_in_a_users_script(tmp_path):
     assert ended.returncode == 0, ended.stdout + ended.stderr
 
 
+@pytest.mark.slow
 def test_the_types_of_the_script_are_those_at_run_time(tmp_path, monkeypatch):
     asserted = []
 

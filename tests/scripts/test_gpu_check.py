@@ -236,6 +236,7 @@ def test_parts_are_asked_for_by_name_or_by_call(module, monkeypatch, asked, expe
         assert wanted(ROOT) == ["environment", "results", "data"]
 
 
+@pytest.mark.slow
 def test_every_gpu_test_is_in_one_part_and_the_most_important_ones_come_first(module, tmp_path):
     parts = module("gpu_check_parts")
     setting = parts.Setting(tmp_path, "cuda", None)
@@ -298,6 +299,7 @@ def test_a_log_of_tests_tells_what_ran_also_when_it_is_cut(module, tmp_path):
     }
 
 
+@pytest.mark.slow
 def test_pytest_writes_that_log_as_it_goes(module, tmp_path):
     log = tmp_path / "tests.jsonl"
     (tmp_path / "test_some.py").write_text(
@@ -443,6 +445,7 @@ runpy.run_path({script!r}, run_name="__main__")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", ["before a step ended", "after a part", "within a part"])
 def test_a_kill_leaves_what_was_done_and_nothing_running(tmp_path, moment):
     """SIGKILL: nothing of the script runs after it."""
@@ -535,6 +538,7 @@ WHEEL = {
 }
 
 
+@pytest.mark.slow
 def test_wheels_are_there_for_every_step_and_nowhere_else(module, tmp_path, monkeypatch, capfd):
     wheels = module("gpu_check_wheels")
     monkeypatch.setenv("PYTHONPATH", "/before")
@@ -578,6 +582,7 @@ def test_a_kill_while_a_file_is_written_leaves_the_one_before(module, tmp_path, 
     assert (out / grain).read_bytes() == before
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "environment, told",
     [

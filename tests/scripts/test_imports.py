@@ -61,6 +61,7 @@ def resolves(module: str, name: str | None) -> bool:
     return own is not None and (name is None or bool({name, "__getattr__"} & names_in(own)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("folder", ["benchmarks", "scripts", "tests"])
 def test_what_is_imported_is_there(folder):
     paths = (ROOT / folder).rglob("*.py")

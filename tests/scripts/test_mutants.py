@@ -59,6 +59,7 @@ def test_the_list_fits_this_checkout():
     assert (listed.returncode, listed.stderr) == (0, "")
 
 
+@pytest.mark.slow
 def test_what_tests_see_and_what_they_do_not(checkout, tmp_path):
     found = tmp_path / "found.json"
     process = checkout([KILLED, SURVIVES], "-j", "2", "--json", found)

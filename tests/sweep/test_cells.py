@@ -101,6 +101,7 @@ def finish(cell):
     (cell.directory / "metrics.jsonl").write_text('{"split": "eval", "step": 20, "updates": 20}\n')
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("name", "content", "says"),
     [

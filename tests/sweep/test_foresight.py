@@ -20,6 +20,7 @@ def in_empty_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
+@pytest.mark.slow
 def test_it_tells_the_half_widths_by_the_scatter_of_earlier_runs():
     assert foresight(plan([*SMALL, TWO, "seed=0,1,2"], None)) is None  # nothing is known
     for cell in plan([*SMALL, "precision=fp32,fp16_naive,amp", "seed=0,1,2,3,4"], None).cells:

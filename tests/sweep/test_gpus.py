@@ -139,6 +139,7 @@ def started(monkeypatch):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("swept", "jobs", "given", "at_once", "told"),
     [
@@ -149,7 +150,6 @@ def started(monkeypatch):
         (["seed=0,1"], 1, ["0", "0"], 1, None),
     ],
 )
-@pytest.mark.few(3)
 def test_no_gpu_has_two_runs(swept, jobs, given, at_once, told, tiny, started, monkeypatch, capfd):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,GPU-b,MIG-c,3")
     # Each of them is killed, which a sweep ends with: its GPUs come back all the same.
@@ -203,6 +203,7 @@ def test_a_run_goes_on_with_the_devices_that_it_gets_now(tiny):
     assert given[1:] == [f"resume={cell.directory}", "devices=2"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("visible", "arguments", "message"),
     [
@@ -241,6 +242,7 @@ def test_real_runs_see_their_own(tmp_path, start_sweep, monkeypatch):
         assert {line for line in lines if line.startswith("GPUs:")} == {f"GPUs: GPU-{name}"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("swept", "given", "threads"),
     [

@@ -158,6 +158,7 @@ def test_slurm_composes_and_needs_sbatch(capsys, tmp_path, monkeypatch):
     refused(capsys, *slurm, "hydra.launcher.partitio=a100", says=no_key)
 
 
+@pytest.mark.slow
 def test_a_launcher_that_is_not_installed_names_its_extra(tmp_path):
     program = """
 import sys, types

@@ -77,6 +77,7 @@ def check(code, cells, words, printed, same_as_single):
     assert code == 5
 
 
+@pytest.mark.slow
 def test_a_hang_is_killed_even_before_the_first_step(tmp_path, tiny, wait_for, monkeypatch):
     monkeypatch.setattr(processes, "GRACE_S", 0.5)
     monkeypatch.chdir(tmp_path)

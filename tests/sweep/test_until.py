@@ -25,6 +25,7 @@ def in_empty_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
+@pytest.mark.few(7)
 @pytest.mark.parametrize(
     ("words", "says"),
     [
@@ -57,6 +58,7 @@ def test_bad_input_is_one_line_and_writes_nothing(words, says, tmp_path, capsys)
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_the_plan_has_every_seed_and_stands_in_the_configuration():
     found = plan([*LM, MODES, *UNTIL, "seed=4"], None)
     assert [cell.seed for cell in found.cells] == [s for s in range(4, 9) for _ in range(3)]
@@ -101,6 +103,7 @@ def rounds_of(found, page=None, **how) -> list[list[str]]:
     return asked
 
 
+@pytest.mark.slow
 def test_the_rounds_of_a_sweep_and_the_same_again(capsys):
     found = plan([*LM, MODES, *UNTIL], None)
     first = rounds_of(found)
@@ -124,6 +127,7 @@ def test_the_rounds_of_a_sweep_and_the_same_again(capsys):
     assert verdicts == {"amp": "matches", "fp16_naive": "inconclusive"}
 
 
+@pytest.mark.slow
 def test_a_seed_that_looks_went_on_without_stays_missing(capsys):
     found = plan([*LM, MODES, *UNTIL], None)
     first = rounds_of(found, fp16_naive_s1="failed", fp32_s3="failed")
@@ -156,6 +160,7 @@ def test_a_run_that_is_stopped_alone_ends_the_rounds_until_it_goes_on(capsys):
     assert rounds_of(found)[-1] == ["fp32_s4", "fp16_naive_s4"]
 
 
+@pytest.mark.slow
 def test_values_that_were_seen_before_the_plan_are_not_judged_by_it(capsys):
     plain = plan([*LM, "precision=fp32,amp", "seed=0,1,2"], None)
     for cell in plain.cells:

@@ -280,8 +280,8 @@ CASES += [(1, "diverges"), (1, "collapses")]
 CASES += [pytest.param(1, name, marks=pytest.mark.slow) for name in ("skips", "gan", "no scale")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("every", "name"), CASES)
-@pytest.mark.few(2)
 def test_a_run_is_recorded_alike(tmp_path, monkeypatch, name, every):
     overrides, plant = SETTINGS[name]
     monkeypatch.setattr(failure, "SHORTEST_PAUSE_S", 0.0)

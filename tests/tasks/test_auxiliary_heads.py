@@ -26,6 +26,7 @@ def test_the_loss_by_hand(build_run):
         torch.testing.assert_close(one, other)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["fp16_naive", "amp"])
 def test_every_head_s_loss_is_in_fp32_but_where_the_mode_says_otherwise(build_run, mode):
     task = build_run(*TINY, f"precision={mode}").task

@@ -53,8 +53,8 @@ def test_training_does_not_notice_an_evaluation(build_run, model, mode, evaluate
     assert_same_bits(plain, evaluated)  # naive FP16 with Adam is NaN, in both
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["fp16_master", "amp", "fp16_naive"])
-@pytest.mark.few(1)
 def test_the_metric_is_that_of_the_master_weights_in_fp32(build_run, mode):
     task = build_run(*AUTOENCODER, f"precision={mode}").task
     for step in range(3):
@@ -129,6 +129,7 @@ def test_a_gan_is_evaluated_on_all_images_and_64_codes(build_run):
     torch.testing.assert_close(task.samples(), (made + 1) / 2, rtol=0, atol=2**-20)
 
 
+@pytest.mark.slow
 def test_evaluation_in_the_mode_s_own_arithmetic_uses_the_model_itself(build_run):
     task = build_run(*AUTOENCODER, "precision=fp16_master").task
     own = build_run(*AUTOENCODER, "precision=fp16_master", "train.eval_arithmetic=mode").task

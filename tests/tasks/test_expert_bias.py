@@ -29,6 +29,7 @@ def moved(counts):
     return 0.25 * torch.sign(total.sum() - len(total) * total)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mode",
     ["fp32", "fp16_master_scaled", pytest.param("fp8_rowwise", marks=pytest.mark.slow)],
@@ -49,6 +50,7 @@ def test_an_update_moves_it_once(build_run, mode, more):
         assert choice.load.count_nonzero() == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [(), ("train.accumulate=2",)], ids=["one", "two"])
 def test_a_skipped_update_does_not_move_it(build_run, more):
     task = build_run(*BALANCED, "precision=amp", *more).task
@@ -65,6 +67,7 @@ def test_a_skipped_update_does_not_move_it(build_run, more):
     assert torch.equal(choice.bias, before + moved(counts))
 
 
+@pytest.mark.slow
 def test_a_recomputed_block_counts_as_it_did(build_run):
     """Both passes of a checkpoint count: loads are twice as large, and figures relative."""
     found = []
@@ -88,10 +91,10 @@ def test_figures_are_of_measured_steps_and_of_all_micro_batches(build_run):
     assert not any("expert" in name for name in task.train_step(1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mode", ["amp_bf16", "bf16_master", "bf16_naive", pytest.param("nvfp4", marks=pytest.mark.slow)]
 )
-@pytest.mark.few(2)
 def test_routers_compute_in_fp32_unless_they_follow_the_mode(build_run, mode):
     for router in ("fp32", "mode"):
         built = build_run(*BALANCED, f"precision={mode}", f"model.router={router}")

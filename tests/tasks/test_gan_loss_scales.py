@@ -87,6 +87,7 @@ def test_which_scale_moves_and_who_skips(build_run, per, factors, expected):
     assert tracked == 3 + (0 if d_skips else 2) + (0 if g_skips else 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("per", NAMES)
 def test_one_update_an_iteration(build_run, per):
     run = Planted(build_run(*OVERRIDES, f"scaler.per={per}", "scaler.growth_interval=2").task)

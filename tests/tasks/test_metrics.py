@@ -43,6 +43,7 @@ def test_a_registered_task_declares_what_its_class_has(name):
         assert metric.unit == ("perplexity" if metric.name == "perplexity" else unit), metric
 
 
+@pytest.mark.slow
 def test_the_small_runs_have_every_task():
     assert {task_of(compose_config(own).config.model) for own in SMALL.values()} == TASKS.keys()
 
@@ -153,6 +154,7 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("task", "words", "line"),
     [
@@ -222,6 +224,7 @@ def test_a_key_that_contradicts_a_registered_task_is_refused(folder, capsys):
     assert capsys.readouterr().err.startswith(said)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("task", "words", "expected"),
     [
@@ -258,6 +261,7 @@ def test_an_evaluation_that_returns_nothing_is_said_in_one_line(folder, capsys):
     assert said.startswith("mprun: compare.metric=f1: the task's evaluate() returned nothing, ")
 
 
+@pytest.mark.slow
 def test_a_metric_that_is_nan_is_told_from_the_loss(folder, capsys):
     source = (folder / "f1_task.py").read_text().replace("found | {", 'found | {"f9": torch.nan, ')
     (folder / "nan_task.py").write_text(f"import torch\n{source}")
@@ -289,6 +293,7 @@ def runs_of(folder, name, fp32, amp, metrics=None, more=None):
     return folder
 
 
+@pytest.mark.slow
 def test_every_output_has_the_direction_and_the_unit_of_the_record(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
     runs_of(tmp_path, "f1", 0.212, 0.148, FRACTION)

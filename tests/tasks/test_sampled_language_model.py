@@ -155,6 +155,7 @@ def test_micro_batches_are_one_large_batch(build_run, clipped):
         torch.testing.assert_close(ours, value, rtol=0, atol=2.0**-18, msg=name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["fp16_master_scaled", "fp16_naive", "amp"])
 def test_micro_batches_in_a_mode(build_run, mode):
     """Each draws its own candidates; a skipped step of several parts moves no row."""
@@ -201,8 +202,8 @@ def test_time_reduction_of_the_ordinary_model(build_run):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", [mode for mode in OF_ANY_NETWORK if mode != "tf32"])
-@pytest.mark.few(4)
 def test_every_mode(build_run, mode):
     # Both factors, because 16-bit weights would lose all updates of the embedding without them.
     more = ["optim.eps=1e-3", "model.time_reduction=sum", "model.embedding_gradient_factor=128"]

@@ -140,6 +140,7 @@ def test_mprun_as_a_contender_takes_the_steps_of_a_run_on_rotating_batches(build
     assert (own.samples_per_step, own.sample) == (8, "token")
 
 
+@pytest.mark.slow
 def test_batches_that_are_rotated_lie_as_the_network_wants_them():
     settings = ("model=resnet50", "data.batch_size=2", "train.channels_last=on")
     own = RunnerContender(Case("images", settings, "amp", "mprun"), CPU)
@@ -217,6 +218,7 @@ def test_the_time_split_adds_up_and_leaves_the_objects_alone():
     assert "train_batch" not in vars(own.built.data)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["fp32", "amp"])
 def test_the_time_split_puts_a_slow_phase_where_it_is(mode):
     """A backward pass counts once, though it calls itself under an emulation's function mode."""
@@ -276,6 +278,7 @@ def test_a_ceiling_keeps_no_result():
     assert len(most) > 10 and max(most) == 1
 
 
+@pytest.mark.slow
 def test_ceilings_are_those_of_the_product_and_the_copy():
     found = measure_ceilings(CPU, seconds=0.1, size=64)
     assert list(found["flops"]) == ["fp32", "fp16", "bf16"]

@@ -128,6 +128,7 @@ def test_what_does_not_compute_the_same_is_not_timed(bench):
     assert bench.asked("window") == ["mprun"] * 2
 
 
+@pytest.mark.slow
 def test_a_bench_that_is_killed_leaves_the_models_before(bench, tmp_path):
     contest, out = Suite(), tmp_path / "out"
     bench.add("mprun", mode="fp32")
@@ -163,6 +164,7 @@ def test_the_deadline_ends_a_child_that_hangs_and_keeps_what_is_there(tmp_path):
     assert sum('"event": "window"' in line for line in lines) == 1  # mprun's first
 
 
+@pytest.mark.slow
 def test_an_interruption_ends_the_bench_at_once(bench):
     bench.add("mprun", hang_at="warm_up")
     with Interruption() as interruption:

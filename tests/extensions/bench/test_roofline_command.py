@@ -24,6 +24,7 @@ def test_table_and_notes(capsys):
     assert "| amp " in text and "tf32 |" in text
 
 
+@pytest.mark.slow
 def test_json_by_mode(capsys):
     assert parse(["--top", "model=dcgan"]).top == 10
     assert main([*SMALL, "--json", "--gpu=A100", "--mode", "tf32,fp32,tf32"]) == 0
@@ -59,6 +60,7 @@ def test_modes_that_a_gpu_lacks_are_left_out_with_the_reason(capsys):
     assert "Without bf16_master: V100 has no BF16 products" in text
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "arguments, message",
     [
@@ -114,6 +116,7 @@ def test_reached_through_mprun_bench(words, line, capsys):
     refused(capsys, "bench", *words, says=line)
 
 
+@pytest.mark.slow
 def test_several_ranks_in_80_columns(capsys):
     several = ["data.batch_size=8", "train.accumulate=2", "precision.reduce_dtype=fp16"]
     ranks = ["--ranks", "1,65536", "--link", "nvlink", "--mode", "amp"]
@@ -140,6 +143,7 @@ def test_json_of_ranks(capsys):
 IMAGES = ["data.value_range=tanh", "data.batch_size=128"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "overrides, samples",
     [
@@ -151,7 +155,6 @@ IMAGES = ["data.value_range=tanh", "data.batch_size=128"]
         (["model=conv_autoencoder", "data=cifar10"], 128),
     ],
 )
-@pytest.mark.few(1)
 def test_data_that_lie_in_files_need_no_files(overrides, samples):
     images = IMAGES if samples == 128 else []
     assert count([*overrides, *images], "fp16_master").samples == samples

@@ -45,8 +45,8 @@ def flops_by_form(found):
     return sums
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["fp32", "tf32", "amp_bf16", "bf16_stochastic", "fp8_tensorwise"])
-@pytest.mark.few(2)
 def test_products_by_format(mode):
     tokens = BATCH * TIME
     linear, output = (3 * 2 * tokens * weights for weights in (BLOCKS, TABLE))
@@ -176,6 +176,7 @@ def moved(found, kind, phase):
     return sum(row.bytes for row in rows)
 
 
+@pytest.mark.slow
 def test_bytes_of_the_update_with_masters():
     found = counted("bf16_master")
     assert moved(found, "update", "update") == found.parameters * FUSED
@@ -187,6 +188,7 @@ def test_bytes_of_the_update_with_masters():
     assert moved(without, "unscale and check", "update") >= scaled.parameters * 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["bf16_stochastic", "bf16_kahan"])
 def test_weights_without_masters_are_updated_by_torch_s_kernel(mode):
     found = counted(mode)
@@ -215,8 +217,8 @@ HELD = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mode", "more", "size"), HELD)
-@pytest.mark.few(4)
 def test_bytes_of_a_parameter(mode, more, size):
     found = counted(mode, *more)
     norms = NORMS * 16
@@ -235,6 +237,7 @@ def test_what_has_fp8_products():
     assert GPUS["H200"].flops["fp8"] == 2 * GPUS["H200"].flops["bf16"]
 
 
+@pytest.mark.slow
 def test_measured_ceilings_without_fp8_are_no_error_of_the_program():
     known = {"bf16": 1e12, "fp32": 1e11}
     with pytest.raises(BadInput, match="the step has FP8 products"):

@@ -101,6 +101,7 @@ def test_accumulation_keeps_one_micro_batch_at_a_time():
     assert forward[1] == 3 * forward[0]
 
 
+@pytest.mark.slow
 def test_memory_of_masters_and_state():
     published = ("model=alexnet_2012", "data.image_size=224", "data.num_classes=1000")
     found = count((*published, *SMALL), "fp16_master_scaled")
@@ -119,6 +120,7 @@ CHECK = UNSCALE = 4 + 4
 WIDEN, CAST = 2 + 4, 4 + 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "recipe", "passes"),
     [

@@ -73,6 +73,7 @@ def networks(tmp_path, monkeypatch):
     sys.modules.pop("counted_networks", None)
 
 
+@pytest.mark.slow
 def test_own_network_and_own_data(networks):
     own = ("data=custom", "data.factory=counted_networks:source", "data.batch_size=8")
     found = count((*networks, *own), "amp")
@@ -97,8 +98,8 @@ def test_own_network_that_looks_at_values_is_refused_in_one_line(networks):
         count(looking, "fp32")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.few(2)
 def test_every_mode(mode):
     policy = get_policy(mode)
     # Without FP8 products: with them the largest layer has none of its own, an LSTM or the output.

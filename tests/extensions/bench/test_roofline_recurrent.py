@@ -36,6 +36,7 @@ def counted(layer_of, dtype=torch.float32, autocast=None, batch_first=False):
     return counter.rows, outputs, state, layer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layer_of",
     [

@@ -129,10 +129,10 @@ def test_resnet50_memory(mode, gigabytes):
     assert counted("resnet50", mode).memory.total / 1e9 == GIVEN(gigabytes, rel=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mode, reference, size", [("fp16_master", 135e3, 14), ("tf32", 69.1e3, 27)]
 )
-@pytest.mark.few(1)
 def test_alexnet(mode, reference, size):
     found = counted("alexnet", mode)
     assert found.parameters == 61_100_840  # torchvision's documentation
@@ -146,6 +146,7 @@ def test_alexnet(mode, reference, size):
     assert megabytes(found, rows) == GIVEN(size - pooling, rel=0.02)
 
 
+@pytest.mark.slow
 def test_alexnet_2012_by_hand_where_the_reference_counts_groups_twice():
     found = counted("alexnet_2012")
     assert found.parameters == 60_965_224
@@ -180,6 +181,7 @@ def test_dcgan():
     assert rate(found, more) == GIVEN(172e3, rel=0.015)
 
 
+@pytest.mark.slow
 def test_biglstm_counts_in_seconds_and_without_memory():
     found = counted("biglstm")
     # Shazeer et al., arXiv 1701.06538: 151.0 M in the LSTM layers; embedding 812.5 M, softmax

@@ -139,6 +139,7 @@ def test_both_losses_as_by_definition(mean):
     assert torch.isfinite(loss)  # of images without objects
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["fp32", "fp16_master", "fp16_naive", "amp", "amp_bf16"])
 def test_the_loss_is_in_fp32_in_every_mode(build_run, mode):
     built = build_run("model=ssd_mini", "data.batch_size=2", f"precision={mode}")

@@ -92,6 +92,7 @@ def test_difficult_objects_are_left_out_of_training_or_learned_from(root):
     assert objects(True) == ([2, 2, 2, 2, 1, 0], 0)
 
 
+@pytest.mark.slow
 def test_augmented_boxes_stay_on_their_objects(tmp_path):
     folder = put(tmp_path, "2007", "trainval", {"a": annotation(("dog", 11, 11, 30, 30, 0))})
     put(tmp_path, "2007", "test", {"b": annotation(DOG)})

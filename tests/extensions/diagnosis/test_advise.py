@@ -287,6 +287,7 @@ def test_a_planted_overflow_is_named_and_its_advice_works(tmp_path, capsys, monk
     assert record_of(tmp_path / "with")["skipped"] == 0
 
 
+@pytest.mark.slow
 def test_the_run_stays_as_evidence_but_is_no_outcome(tmp_path, capsys):
     """The first steps of the whole schedule, in FP32 whatever precision was given."""
     words = [*ONE_CORE, *SMALL["lstm_lm"], "optim.schedule=cosine", "train.steps=100"]
@@ -317,6 +318,7 @@ def test_the_run_stays_as_evidence_but_is_no_outcome(tmp_path, capsys):
     assert again["evidence"]["lr"] == [pytest.approx(record["config"]["optim"]["lr"], rel=0.03)] * 2
 
 
+@pytest.mark.slow
 def test_advice_from_a_rising_loss_says_so(tmp_path, capsys):
     """Where FP32 fails as well, FP16 alone is not to blame."""
     # Plain SGD at this rate, unclipped, moves every weight by far more than its own size.
@@ -369,8 +371,8 @@ def test_bad_input_is_refused_before_anything_is_written(
 NARROW = ("fp8_unscaled", "fp8_tensorwise", "fp8_rowwise", "bf16_stochastic", "bf16_kahan")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", NARROW)
-@pytest.mark.few(1)  # fp8_unscaled and bf16_kahan
 def test_the_runs_of_narrow_modes_can_be_advised_on(tmp_path, capsys, mode):
     """With probes and shadow steps; the words fit the mode."""
     words = [*TINY_GPT, f"precision={mode}", "numerics=probes", "numerics.every=2", "train.steps=4"]
@@ -549,6 +551,7 @@ def test_a_mode_that_fails_is_replaced_by_the_next(tmp_path, capsys):
     assert found["overrides"] == ["precision=amp"] and found["command"].endswith("precision=amp")
 
 
+@pytest.mark.slow
 def test_no_command_is_printed_that_was_not_tried(tmp_path, capsys):
     line = [*TINY_GPT, *ONE_CORE, f"output_dir='{tmp_path / 'run'}'", "--steps", "4"]
     assert main(["advise", *line, "--seconds", "0"]) == 0

@@ -150,8 +150,8 @@ def losses(make, mode, patterns=()):
     return torch.stack([row["loss"] for row in rows]), rows[-1]["found_inf"].item()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.few(2)
 def test_what_is_named_cures(case):
     make, expected = CASES[case]
     patterns = named(make, "fp16_master_scaled")

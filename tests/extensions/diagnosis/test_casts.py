@@ -120,6 +120,7 @@ def test_stochastic_rounding_takes_nothing_on_average():
     assert nearest.taken == 31 * p / (1 + 31 * p) and nearest.flushed == 31 / 32
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("network", "mode", "each"),
     [(TINY_GPT, "nvfp4_plain", 6), (TINY_GPT, "fp8_delayed", 3), (TINY_MOE, "fp8_delayed", None)],
@@ -163,6 +164,7 @@ def test_scales_that_fp32_has_not_kept_are_of_the_tensor(build_run):
     assert found[0] == found[1] and len(found[0]) == 5
 
 
+@pytest.mark.slow
 def test_a_measured_run_is_bit_equal(build_run):
     """Random bits of its own casts too."""
     weights = []
@@ -313,6 +315,7 @@ def test_a_large_product_is_sampled(monkeypatch):
     assert (found.rows.weight, found.columns.weight) == (4, 3)
 
 
+@pytest.mark.slow
 def test_advice_on_a_mode_in_blocks(tmp_path, capsys):
     """It measures in FP32; the command is the asked mode without the worst layers."""
     asked = ["precision=nvfp4_plain", "precision.overrides.blocks.0.mlp.output=fp32", ALL]
@@ -449,6 +452,7 @@ def outlier(monkeypatch) -> list[str]:
     return [*TINY_GPT, "optim=sgd_plain", "optim.lr=1e-12", "precision=fp8_tensorwise"]
 
 
+@pytest.mark.slow
 def test_advice_leaves_the_layer_of_an_outlier_out(tmp_path, capsys, outlier):
     """In one output: the verdict, the table and the command."""
     line = [*outlier, "train.steps=4", f"output_dir='{tmp_path / 'advise'}'"]
@@ -462,6 +466,7 @@ def test_advice_leaves_the_layer_of_an_outlier_out(tmp_path, capsys, outlier):
     assert '["*","!blocks.0.mlp.inputs"]' in command
 
 
+@pytest.mark.slow
 def test_advice_measures_at_the_loss_scale_that_is_asked_for(tmp_path, capsys):
     """A gradient of logits, at most 1/64 here, is mostly flushed by E5M2 at scale 2^-12."""
     flushed = []
@@ -480,6 +485,7 @@ def later(after, budget):
     return budget.asked >= after
 
 
+@pytest.mark.slow
 def test_a_run_in_8_bits_that_is_done_is_explained(tmp_path, capsys, monkeypatch, outlier):
     path = tmp_path / "run"
     assert main([*outlier, "train.steps=6", f"output_dir='{path}'"]) == 0

@@ -98,6 +98,7 @@ NONE = "precision.matmul.input=null precision.matmul.weight=null "
 NONE += "precision.matmul.grad_output=null"
 
 
+@pytest.mark.slow
 def test_products_in_fp8():
     """With a scale, then the mode without FP8."""
     of = finding("forward", "blocks.0.mlp.inputs", operation="scaled_mm")
@@ -222,8 +223,8 @@ def kept(built):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["fp32", "amp", "bf16_master", "fp16_naive", "fp16_master_scaled"])
-@pytest.mark.few(2)
 def test_a_state_moved_to_another_mode_trains_on(build_run, mode):
     common = [*LM, "optim=sgd"]
     old = trained(build_run, 3, *common, "precision=fp16_master")
@@ -262,6 +263,7 @@ def in_fp8(wide):
     return packing.decode("exp_avg", packing.encode("exp_avg", wide))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [[], ["precision.update.state_dtype=dynamic8"]])
 def test_a_state_moved_to_its_own_mode_is_the_state(build_run, more):
     arguments = [*GAN, "precision=amp", "scaler.growth_interval=2", *more]
@@ -277,6 +279,7 @@ def six_steps(built, origin):
     return judged(course, origin.limit, SETTLED)
 
 
+@pytest.mark.slow
 def test_a_static_scale_that_skips_is_no_cure(build_run):
     # 2^24 / 24 overflows in every step; 2^10 / 24 in none.
     static = [*LM, "precision=fp16_master_scaled", "optim=sgd_plain", "scaler=static"]

@@ -59,6 +59,7 @@ def culprit(explanation):
 # Forward
 
 
+@pytest.mark.slow
 def test_overflow_in_one_activation(explained):
     # |h| < 1 and 16 products of 6e4: beyond 65504 as soon as they add up to more than 1.1.
     plant = functools.partial(set_weight, name="output.weight", value=6e4)
@@ -69,6 +70,7 @@ def test_overflow_in_one_activation(explained):
     assert "overflow" in as_dict(found)["culprit"]["reason"]
 
 
+@pytest.mark.slow
 def test_a_ramp_over_layers_with_large_weights(explained):
     def plant(built):
         for layer in ("conv1", "conv2"):
@@ -102,6 +104,7 @@ def test_a_step_is_explained_in_the_mode_in_force(explained, at):
     assert {one.overrides: one.cures for one in found.tried}[("precision=fp32",)] is True
 
 
+@pytest.mark.slow
 def test_overflow_under_autocast(explained):
     plant = functools.partial(multiply_weight, name="encoder.layers.conv0.weight", factor=1e6)
     found = explained(*AUTOENCODER, "precision=amp", "scaler=none", *SGD, plant=plant)
@@ -221,6 +224,7 @@ class Residual(nn.Module):
         return out
 
 
+@pytest.mark.slow
 def test_overflow_of_a_residual_sum(explained, monkeypatch):
     replace_in_lm(monkeypatch, Residual)
     weights = {"embedding.weight": 4e4, "dropout.inner.weight": torch.eye(16)}
@@ -252,6 +256,7 @@ class Outside(torch.autograd.Function):
         return gradient
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("function", "operation", "reason"),
     [
@@ -265,7 +270,6 @@ class Outside(torch.autograd.Function):
     ],
     ids=["log of zero", "x / 0", "1 / sqrt(0)", "root of a negative", "exp", "sum", "a kernel"],
 )
-@pytest.mark.few(2)
 def test_functions_at_their_limits(explained, monkeypatch, function, operation, reason):
     replace_in_lm(monkeypatch, functools.partial(Applied, function))
     found = explained(*LM, *FP16)
@@ -276,6 +280,7 @@ def test_functions_at_their_limits(explained, monkeypatch, function, operation, 
 # Data
 
 
+@pytest.mark.slow
 def test_nan_in_a_batch(explained):
     def change(index, batch):
         images, labels = batch
@@ -290,6 +295,7 @@ def test_nan_in_a_batch(explained):
     assert found.tried == []
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:input .* values become infinite in fp16")
 def test_values_of_a_batch_that_do_not_fit_fp16(explained):
     def change(index, batch):
@@ -381,6 +387,7 @@ def test_eps_below_the_range_of_fp16(explained):
     assert found.smallest.overrides[0].startswith("optim.eps=")
 
 
+@pytest.mark.slow
 def test_a_last_update_that_only_the_evaluation_shows(explained):
     found = explained(*NAIVE_ADAM, steps=1)
     assert found.cause == "non-finite evaluation loss"
@@ -462,8 +469,8 @@ class Masked(nn.Module):
         return masked * 6e4 * 8.0 if self.how == "overflow" else masked
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["overflow", "row", "buffer"])
-@pytest.mark.few(2)
 def test_a_mask_is_no_overflow_unless_it_leaves_nothing(explained, monkeypatch, how):
     replace_in_lm(monkeypatch, functools.partial(Masked, how))
     found = explained(*LM, *FP16).finding
@@ -495,6 +502,7 @@ class Flaky(nn.Module):
         return x * (float("inf") if Flaky.calls == 4 else 1.0)
 
 
+@pytest.mark.slow
 def test_what_does_not_come_back_is_not_found(explained, monkeypatch):
     monkeypatch.setattr(Flaky, "calls", 0)
     replace_in_lm(monkeypatch, Flaky)
@@ -504,6 +512,7 @@ def test_what_does_not_come_back_is_not_found(explained, monkeypatch):
     assert "its losses other from step 4 on" in found.replay
 
 
+@pytest.mark.slow
 def test_a_perplexity_beyond_float64_is_no_operation_s_fault(explained):
     # exp(710) is infinite although every value of the run is finite.
     plant = functools.partial(set_weight, name="output.bias", value=torch.tensor([0.0, 2e3] * 24))
@@ -519,6 +528,7 @@ class OnlyInEvaluation(nn.Module):
         return x if self.training else (x.abs() + 1e3).exp()
 
 
+@pytest.mark.slow
 def test_an_evaluation_that_overflows(explained, monkeypatch):
     replace_in_lm(monkeypatch, OnlyInEvaluation)
     found = explained(*LM, *FP16)
@@ -535,6 +545,7 @@ def test_a_run_in_fp32_that_did_not_fail_is_refused(tmp_path):
         explain(directory)
 
 
+@pytest.mark.slow
 def test_skips_while_a_scale_settles_are_no_worse_ending(tmp_path):
     directory, code = run(tmp_path, *SCALED, f"scaler.init_scale={2**24}", steps=20)
     assert code == 0
@@ -551,6 +562,7 @@ DIGITS += ["model.options.host=perceptron", "device=cpu", "threads=1", "data.bat
 DIGITS += ["optim=adam", "optim.lr=0.003", "train.eval_every=0"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("planted", "why", "cure", "no_cure"),
     [
@@ -578,7 +590,6 @@ DIGITS += ["optim=adam", "optim.lr=0.003", "train.eval_every=0"]
         ),
     ],
 )
-@pytest.mark.few(1)
 def test_a_run_that_ended_worse_in_16_bits_is_explained(tmp_path, planted, why, cure, no_cure):
     directory, code = run(tmp_path, *DIGITS, *planted.split(), steps=60)
     assert code == 0
@@ -628,6 +639,7 @@ def test_it_is_trained_again_from_the_newest_checkpoint_that_is_whole(tmp_path):
     assert failure["first_difference"] is None and failure["compared"] > 0
 
 
+@pytest.mark.slow
 def test_the_verb_prints_text_and_json(tmp_path, capsys):
     directory, _ = run(tmp_path, *NAIVE_ADAM)
     capsys.readouterr()

@@ -25,6 +25,7 @@ def spoilt(tmp_path, monkeypatch):
     return make
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("value", "kind"), [("nan", "NaN"), ("inf", "infinite")])
 def test_data_are_named_without_training_again(spoilt, capsys, value, kind):
     folder = spoilt(value)
@@ -35,8 +36,8 @@ def test_data_are_named_without_training_again(spoilt, capsys, value, kind):
     assert found["step"] == first and found["tried"] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kept", [(), ("train.checkpoint_every=1", "train.keep_checkpoints=99")])
-@pytest.mark.few(1)
 def test_an_operation_is_named_where_the_data_are_sound(spoilt, capsys, kept):
     """The square root of a number below zero: the run is trained again up to that step."""
     folder = spoilt("-1", *kept)
@@ -50,6 +51,7 @@ def test_an_operation_is_named_where_the_data_are_sound(spoilt, capsys, kept):
     assert "the loss itself was not finite in 2 of 2" in printed and "casts" not in printed
 
 
+@pytest.mark.slow
 def test_a_scale_that_takes_long_to_find_its_level_is_named(spoilt, capsys):
     """Eight of twelve updates are skipped on the way from 2^24, which costs what they learn."""
     found = as_json(

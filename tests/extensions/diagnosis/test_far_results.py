@@ -22,6 +22,7 @@ def steps_of(name, *, more=()):
         yield results(prepare(config, torch.device("cpu"), 1))
 
 
+@pytest.mark.few(2)
 @pytest.mark.filterwarnings("ignore:first. linear meets fp32")
 @pytest.mark.parametrize(
     ("name", "words"),
@@ -43,6 +44,7 @@ def test_a_planted_cause_is_found(name, words):
     assert far is not None and far.in_words().startswith(words)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [
@@ -51,7 +53,6 @@ def test_a_planted_cause_is_found(name, words):
         *("healthy.reader_amp_bf16", "healthy.recurrent"),
     ],
 )
-@pytest.mark.few(3)
 def test_nothing_is_far_in_a_healthy_network(name):
     own, reference = steps_of(name)
     assert len(own) > 10 and first_far(own, reference) is None

@@ -131,6 +131,7 @@ def in_float64(run, windows):
     return np.take_along_axis(values, windows.targets.numpy()[..., None], -1)[..., 0]
 
 
+@pytest.mark.slow
 def test_against_float64_and_a_forward_pass_of_ones_own(run, build_run, capsys):
     """FP32 is off by its sums (2^-24 each, some hundred of them); BF16's are from its own task."""
     built = build_run(*GPT_LM)
@@ -177,6 +178,7 @@ def test_fp32_is_float64_but_for_its_sums_in_any_batch_shape(run, build_run):
     assert built.task.learner.model.training  # as it was
 
 
+@pytest.mark.slow
 def test_fp16_is_off_less_than_bf16_by_its_three_bits(run, capsys):
     """A rounding is up to 2^-11 in FP16 and 2^-8 in BF16: 8 times, whatever they add up to."""
     report = as_json(capsys, "logprobs", "fp16_master", "bf16_master", "fp8_tensorwise", run)
@@ -190,6 +192,7 @@ def test_fp16_is_off_less_than_bf16_by_its_three_bits(run, capsys):
     assert "e4m3" in report["products"]["fp8_tensorwise"]
 
 
+@pytest.mark.slow
 def test_a_mode_of_ones_own_keeps_modules_in_fp32(run, tmp_path, capsys):
     """One of two blocks is in FP32: independent errors of equal ones would leave 1 / sqrt(2)."""
     (tmp_path / "precision").mkdir()
@@ -200,6 +203,7 @@ def test_a_mode_of_ones_own_keeps_modules_in_fp32(run, tmp_path, capsys):
     assert 0.4 < half / whole < 0.98
 
 
+@pytest.mark.slow
 def test_the_mode_s_own_log_softmax_is_rounded(run, capsys):
     """Near -log(24) = -3.2 a step of BF16 is 2^-6: of an even error the RMS is 2^-6 / sqrt(12)."""
     wide, own = (
@@ -209,6 +213,7 @@ def test_the_mode_s_own_log_softmax_is_rounded(run, capsys):
     assert math.sqrt(own**2 - wide**2) == pytest.approx(2**-6 / math.sqrt(12), rel=0.35)
 
 
+@pytest.mark.slow
 def test_the_text_fits_a_terminal_and_says_what_it_is_of(run, capsys):
     words = ["logprobs", "fp16_master_scaled", str(run), "--batch", "8,1", "--window", "8"]
     words += ["--tokens", "200"]
@@ -231,6 +236,7 @@ SAMPLED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("own", [TINY_LM, SAMPLED], ids=["lstm", "sampled"])
 def test_fresh_weights_of_other_language_models(own, capsys):
     own = [*own, "--tokens", "100"]
@@ -263,6 +269,7 @@ BAD = {
 }
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("words", BAD)
 def test_bad_input_is_one_line(words, run, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
@@ -271,6 +278,7 @@ def test_bad_input_is_one_line(words, run, tmp_path, monkeypatch, capsys):
     assert sorted(run.rglob("*")) == before and not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_what_does_not_belong_together_is_refused(run, tmp_path, capsys):
     other = shutil.copytree(run, tmp_path / "run")
 

@@ -104,6 +104,7 @@ def test_a_layer_that_no_measure_of_casts_shows_is_found(tmp_path, capsys):
     assert modes["precision=fp8_tensorwise"] is False
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "scaler"),
     [

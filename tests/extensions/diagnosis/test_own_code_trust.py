@@ -12,6 +12,7 @@ from ...helpers import seal_again
 __all__ = ["edited", "folder"]
 
 
+@pytest.mark.slow
 def test_advise_check_does_not_take_names_from_the_recorded_command_line(edited, capsys):
     # The configuration is honest, the overrides that --check would run again are not.
     text = (edited / "config.yaml").read_text()
@@ -22,6 +23,7 @@ def test_advise_check_does_not_take_names_from_the_recorded_command_line(edited,
     assert not (edited / "check").exists()
 
 
+@pytest.mark.slow
 def test_advise_reads_a_run_of_one_s_own(folder):
     assert main([*RUN, "output_dir=run"]) == 0
     advice = advise_run(folder / "run", given=vouched(NAMES))

@@ -99,6 +99,7 @@ def interrupted(tmp_path_factory):
     return directory
 
 
+@pytest.mark.slow
 def test_of_an_interrupted_run_it_is_said_how_to_go_on(interrupted, capsys):
     refused(capsys, "explain", interrupted, says=f"to go on: mprun resume={interrupted}")
     Record(interrupted, record_of(interrupted)).end("running", None)
@@ -111,6 +112,7 @@ def test_without_a_probe_advise_says_when_the_first_is_due_and_what_to_do(interr
     refused(capsys, "advise", interrupted, says=words)
 
 
+@pytest.mark.slow
 def test_a_post_mortem_that_explain_writes_again_is_sealed(tmp_path):
     """Without the state that the run kept, `explain` trains again and writes anew."""
     folder = tmp_path / "run"
@@ -127,8 +129,8 @@ def test_a_post_mortem_that_explain_writes_again_is_sealed(tmp_path):
         read_post_mortem(folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", ["advise", "logprobs amp --tokens 24"])
-@pytest.mark.few(1)
 def test_a_verb_says_that_a_run_has_no_end_yet(tmp_path, words, capsys):
     folder = tmp_path / "run"
     run = [*TINY_LM, "precision=amp", "train.steps=2", "train.checkpoint_every=1"]

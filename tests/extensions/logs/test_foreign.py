@@ -282,6 +282,7 @@ def test_units_and_directions_are_asked_for(tmp_path, capsys, scalar, words, bas
     refused(capsys, "compare", "--no-report", *told, *words, says=reason)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", [1e150, 1e-150, 1e290, 1e-290])
 def test_numbers_of_any_size_compare(tmp_path, capsys, scale):
     base, worse = np.array(SIX) * scale, np.array(SIX) * 1.5 * scale
@@ -464,6 +465,7 @@ def test_one_run_each_gives_facts(tmp_path, capsys):
     assert third.endswith("three runs of each give a verdict.")
 
 
+@pytest.mark.slow
 def test_a_bar_and_a_scatter_of_one_pair_of_logs_are_said_on_the_line(
     tmp_path, capsys, monkeypatch
 ):
@@ -540,6 +542,7 @@ def test_logs_of_other_intervals_are_not_averaged_over_other_stretches(
     refused(capsys, *words, says="0 steps in common")
 
 
+@pytest.mark.slow
 def test_what_was_averaged_and_whose_margin_it_is_are_told(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     logs = csv_logs(tmp_path, "one", 20), csv_logs(tmp_path, "other", 20)  # 50 values each
@@ -599,6 +602,7 @@ def test_a_tag_that_is_not_in_the_file_name_is_told(tmp_path, monkeypatch, capsy
     assert "names no scalar; taken for eval/loss" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_reader_loads_what_it_reads_with_alone():
     program = "import sys, mprun.extensions.logs.external_logs\n"
     absent = {"torch", "tensorboard", "tensorflow", "matplotlib", "sklearn", "scipy"}

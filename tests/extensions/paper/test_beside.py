@@ -246,6 +246,7 @@ def runs(tmp_path, monkeypatch):
     return write_study(tmp_path / "outputs" / "study", finals | {"fp16_naive": [2.2, 2.21, 2.2]})
 
 
+@pytest.mark.slow
 def test_runs_are_judged_printed_and_left_beside_them(runs, capsys):
     assert main(["paper", "outputs/study"]) == 0
     printed = capsys.readouterr().out
@@ -273,6 +274,7 @@ def test_runs_are_judged_printed_and_left_beside_them(runs, capsys):
     assert list(json.loads(capsys.readouterr().out)["rows"]) == [list(rows)[0]]
 
 
+@pytest.mark.slow
 def test_what_is_chosen_after_the_runs_is_said_on_the_page(runs, capsys):
     assert main(["paper", "outputs", "--margin", "0.3", "--out", "mine"]) == 0
     page = (runs.parent.parent / "mine" / "paper.md").read_text(encoding="utf-8")

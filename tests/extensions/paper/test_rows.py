@@ -64,8 +64,8 @@ def test_a_row_with_a_field_of_another_name_or_value_is_refused(given, wrong):
         msgspec.convert(arm, PaperArm)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", [row for row in ROWS if row.overrides], ids=lambda row: row.key)
-@pytest.mark.few(3)
 def test_the_runs_of_a_row_differ_in_nothing_but_precision(row):
     made = {name: compose_config(own).as_dict() for name, own in row.commands().items()}
     for name, config in made.items():
@@ -77,6 +77,7 @@ def test_the_runs_of_a_row_differ_in_nothing_but_precision(row):
     assert any(arm == NAIVE or replace(arm, outcome="", value="") == NAIVE for arm in row.arms)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("row", [row for row in ROWS if row.full], ids=lambda row: row.key)
 def test_a_full_recipe_exists_and_its_hours_were_counted(row):
     config = compose_config([f"experiment={row.full.experiment}"], files=False).config

@@ -24,8 +24,8 @@ def built(*overrides):
     return build(compose_config([*ONE_CORE, *TINY, *overrides]).config, CPU)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", [mode for mode in OF_ANY_NETWORK if mode != "tf32"])
-@pytest.mark.few(3)
 def test_the_loss_is_fp32_in_every_mode(monkeypatch, mode):
     seen = []
 

@@ -16,6 +16,7 @@ from ...helpers import assert_same_bits, configured, refused
 SIZES = {"batch_size": 2, "max_length": 6, "vocab_multiple": 8, "seed": 0, "device": "cpu"}
 
 
+@pytest.mark.slow
 def test_unicode_s_names_are_the_same_everywhere():
     pairs = {" ".join(source): " ".join(target) for source, target in unicode_names()}
     assert len(pairs) == len(unicode_names()) == 3861
@@ -235,6 +236,7 @@ DAMAGES = [
 ]
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize(("damage", "code", "says"), DAMAGES)
 def test_damaged_text_is_one_line_and_nothing_is_written(folder, damage, code, says, capsys):
     if isinstance(damage, tuple):
