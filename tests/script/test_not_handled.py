@@ -59,15 +59,19 @@ def no_optimizer():
     assert not torch.stack([own.isfinite().all() for own in model.parameters()]).any()
 
 
-@not_handled(
-    "sets an FP32 `.grad` in `fp16_naive` or `bf16_naive`, or mixes FP32 state with 16-bit "
-    "weights (schedule-free's `eval()`, also in `bf16_stochastic`)"
-)
-def weights_in_16_bits():
+@not_handled("sets an FP32 `.grad` in `fp16_naive` or `bf16_naive`")
+def gradient_in_fp32():
     for mode in ("fp16_naive", "bf16_naive"):
         (own, *_) = prepared(mode)[0].parameters()
         with pytest.raises(RuntimeError, match="dtype"):
             own.grad = torch.ones(4, 4)
+
+
+@not_handled(
+    "mixes FP32 state with 16-bit weights, as schedule-free's `eval()` does (in the naive modes "
+    "and in `bf16_stochastic`)"
+)
+def state_in_fp32():
     for mode in ("fp16_naive", "bf16_stochastic"):
         (own, *_) = prepared(mode)[0].parameters()
         with pytest.raises(RuntimeError, match="dtype"):
@@ -175,7 +179,7 @@ def carried():
     assert all(map(torch.equal, before, model.parameters())) and not state.isfinite().all()
 
 
-@not_handled("changes weights by `.data` between two calls without a backward pass")
+@not_handled("changes weights by `.data` between two calls without a backward pass in between")
 def between_two_calls():
     model, _ = prepared()
     for _ in range(3):
@@ -189,7 +193,7 @@ def between_two_calls():
     assert not model(ONES).any()
 
 
-@not_handled("changes shards in any way between two calls without a backward pass")
+@not_handled("changes shards in any way between two calls without a backward pass in between")
 def shards():
     pytest.skip("needs two processes")
 

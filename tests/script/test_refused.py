@@ -61,7 +61,7 @@ def sharing():
 
 TO_PREPARE = {
     "a name that is not a mode": [lambda: prepared("fp17")],
-    "model and optimizer in the other order": [
+    "the optimizer as first argument and the model as second": [
         lambda: mprun.prepare(sgd(model := linear()), model)
     ],
     "an empty list": [lambda: mprun.prepare([])],
@@ -85,7 +85,7 @@ TO_PREPARE = {
     ],
     "an optimizer of other parameters": [lambda: mprun.prepare(linear(), sgd(linear()))],
     "an optimizer that has already loaded state in 8 bits": [with_state_loaded_before],
-    "overrides with an unknown dtype, or for no module": [
+    "overrides with an unknown dtype, or with a pattern that matches no module": [
         lambda: prepared(overrides={"0": "fp17"}),
         lambda: prepared(overrides={"nothing": "fp32"}),
     ],
@@ -207,7 +207,7 @@ IN_THE_LOOP = {
     "`nn.DataParallel` over several devices": [
         lambda: prepared()[0]._replicate_for_data_parallel()
     ],
-    "a copy of the model during its own call": [
+    "a copy of the model, made while its `forward` runs": [
         lambda: call(lambda self, y: copy.deepcopy(self).layer(y))
     ],
     "a loss that uses an inner tensor which is neither an output nor an attribute": [kept_outside],
@@ -240,7 +240,7 @@ IN_THE_LOOP = {
     "`mprun.state_of` for an optimizer that mprun did not prepare": [
         lambda: mprun.state_of(sgd(linear()))
     ],
-    "`mprun.switch` to or from weights without master weights": [
+    "`mprun.switch` to or from a mode without FP32 master weights": [
         lambda: mprun.switch(prepared("bf16_stochastic")[0], "fp32"),
         lambda: mprun.switch(prepared("fp32")[0], "fp16_naive"),
     ],
@@ -299,7 +299,8 @@ SAID = {
     "has overrides that leave no module in the mode": lambda: step(
         *prepared(overrides={"*": "fp32"})
     ),
-    "compiles a model whose `forward` needs help in the mode": compiled,
+    "compiles a model whose `forward` mixes FP32 with 16 bits, hooks a tensor or changes "
+    "weights": compiled,
 }
 
 
