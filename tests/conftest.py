@@ -5,6 +5,7 @@ Imports torch where it is needed: the process that hands out the tests needs non
 
 import gc
 import os
+import signal
 import zlib
 from collections import defaultdict
 
@@ -32,6 +33,9 @@ def _slice(text):
 def pytest_configure(config):
     # Commands that a test starts have as many threads as the tests.
     os.environ.setdefault("OMP_NUM_THREADS", str(config.option.threads))
+    # A shell's background job ignores SIGINT, and so would the commands that tests interrupt.
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(tryfirst=True)  # before fixtures are made
