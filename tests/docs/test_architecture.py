@@ -72,7 +72,7 @@ def test_the_lines_of_the_core():
 
 
 def test_the_files_of_a_step():
-    (most,) = re.findall(r"such a step runs through at most (\d+) files", WORDS)
+    (most,) = re.findall(r"a supervised training step runs through at most (\d+) files", WORDS)
     assert int(most) == max(len(step.SUPERVISED | own) for own in step.CASES.values())
 
 
