@@ -17,7 +17,7 @@ SMALL = ["model=lstm_lm", "data=synthetic_tokens", "data.batch_size=4"]
 def test_table_and_notes(capsys):
     assert main([*SMALL, "--mode", "fp32,amp", "--top", "3"]) == 0
     text = capsys.readouterr().out
-    assert "Limits from counts, not measurements" in text
+    assert "The rates are limits, computed from counted operations and not measured" in text
     assert "on H200" in text and "amp: the 3 most expensive" in text
     rows = text.partition("amp: the 3 most expensive")[2].strip().splitlines()
     assert len(rows) == 2 + 3

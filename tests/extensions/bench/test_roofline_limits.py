@@ -128,7 +128,7 @@ WIDEN, CAST = 2 + 4, 4 + 2
         ("fp16_master", "fp16 with masters", {"update": FUSED, "cast": WIDEN + CAST}),
         (
             "fp16_master_scaled",
-            "the same scaled",
+            "fp16 with masters and loss scale",
             {"update": FUSED, "cast": WIDEN + CAST, "mul": UNSCALE, "unscale and check": CHECK},
         ),
     ],

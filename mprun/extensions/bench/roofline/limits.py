@@ -20,19 +20,20 @@ if TYPE_CHECKING:
     from mprun.precision import PrecisionPolicy
 
 LIMIT = (
-    "no step is faster, compiled or not, under these assumptions. Products run one after the other "
-    "with all their multiply-adds. Each product reads each operand once, in the format that it "
-    "multiplies, and writes its result once. The update reads gradients, and reads and writes "
-    "weights and state. All other work (casts, norms, losses) costs nothing. No tensor stays in a "
-    "cache for the next kernel"
+    "no step can be faster than the limit, compiled or not, if the following assumptions hold. "
+    "Products run one after the other, and the GPU executes all their multiply-adds. Each product "
+    "reads each operand once, in the format that it multiplies, and writes its result once. The "
+    "update reads gradients, and reads and writes weights and state. Work other than products and "
+    "the update (casts, norms, losses) takes no time. No tensor stays in a cache for the next "
+    "kernel"
 )
-LAUNCH_SOURCE = "assumed: 1.5 us a kernel in a CUDA graph, 8 us eager"
+LAUNCH_SOURCE = "assumed: 1.5 us per kernel in a CUDA graph, 8 us per kernel in eager mode"
 # Bytes per parameter and step of SGD with momentum in torch's fused kernel. In FP32 the gradient is
 # written, and read beside weight and momentum, which are read and written. With FP16 copies the
 # cast of the weight comes on top (6), and the FP16 gradient is written, read and widened (8 in
 # place of 4). A scale takes a pass that checks and one that unscales (8 each); torch.amp's is one.
 RECIPES = {"fp32": 4 + 20, "torch.amp as documented": 6 + 8 + 8 + 20}
-RECIPES |= {"fp16 with masters": 6 + 8 + 20, "the same scaled": 6 + 8 + 16 + 20}
+RECIPES |= {"fp16 with masters": 6 + 8 + 20, "fp16 with masters and loss scale": 6 + 8 + 16 + 20}
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +57,9 @@ def _gpu(
     """Return the ceilings of a GPU; others: the rates of other formats over that of FP16."""
     flops = {"fp16": half, "fp32": fp32} | {form: half * over for form, over in others.items()}
     source = (
-        f"assumed for {name}: FP16 products {half / 1e12:g} TFLOP/s and copies "
-        f"{bandwidth / 1e12:g} TB/s, as observed; FP32 0.86 of the data sheet"
-        f"{'; FP8 twice FP16' if 'fp8' in others else ''}"
+        f"assumed for {name}: FP16 products reach {half / 1e12:g} TFLOP/s and copies "
+        f"{bandwidth / 1e12:g} TB/s, as observed; FP32 products reach 0.86 of the data sheet's "
+        f"rate{'; FP8 products reach twice the rate of FP16' if 'fp8' in others else ''}"
     )
     return Ceilings(name, source, flops, bandwidth, gib * 2**30)
 
@@ -247,14 +248,17 @@ def _notes(found: dict[str, Any]) -> list[str]:
     paths = ", ".join(dict.fromkeys(line["update"] for line in found["modes"].values()))
     recipes = ", ".join(f"{of} {s * 1e3:.3g}" for of, s in found["update_recipes_s"].items())
     return [
-        f"Limits from counts, not measurements. Ceilings {found['ceilings']['source']}.",
+        "The rates are limits, computed from counted operations and not measured. The ceilings "
+        f"are {found['ceilings']['source']}.",
         f"Limit: {LIMIT}.",
-        "Eager: operations run one after the other, update included. Each takes the longer of its "
-        "products and its traffic. The ratios (x fp32) compare eager steps.",
-        f"Launches alone ({mode}): at most {graph} {unit}s/s replayed, {eager} eager "
-        f"({LAUNCH_SOURCE}).",
-        f"Update counted as: {paths}. SGD with momentum on these parameters takes, in ms a step: "
-        f"{recipes}. These times include writing gradients and casting weights.",
+        "Eager: all operations, including the update, run one after the other. The time of each "
+        "operation is the longer of its compute time and its memory time. The ratios (x fp32) "
+        "compare eager steps.",
+        f"Kernel launches alone limit {mode} to {graph} {unit}s/s in a replayed CUDA graph, and to "
+        f"{eager} {unit}s/s in eager mode ({LAUNCH_SOURCE}).",
+        f"The counts assume this implementation of the update: {paths}. SGD with momentum on the "
+        f"parameters of this model takes the following times, in ms per step: {recipes}. The "
+        "times of SGD include writing gradients and casting weights.",
         "Memory excludes workspaces and temporary results; B/parameter excludes activations.",
     ]
 
