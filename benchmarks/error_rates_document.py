@@ -56,7 +56,7 @@ def markdown(results: dict) -> str:
     )
     lines += ["", "### Growth of the gap over steps", ""]
     planted = results["growth"][0]["rates"]
-    heads = ["noise", "seeds", *(f"grows by {_percent(float(by))}: said" for by in planted)]
+    heads = ["noise", "seeds", *(f'"grows" at {_percent(float(by))}' for by in planted)]
     lines += ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
     for cell in results["growth"]:
         row = [cell["noise"], str(cell["seeds"]), *map(_percent, cell["rates"].values())]
@@ -144,14 +144,18 @@ def document(results: dict) -> str:
     refused = _percent(max(cell["rates"].get("refused", 0.0) for cell in results["scatter"]))
     drawn = results["drawn"]
     days = "\n".join(
-        f"- {day}: {', '.join(name for name in drawn if drawn[name] == day)}"
+        f"| {day} | {', '.join(name for name in drawn if drawn[name] == day)} |"
         for day in sorted(set(drawn.values()))
+    )
+    estimates = "\n".join(
+        f"| {n} pairs | {rate[f'inside_at_the_bar_that of {n} earlier pairs']} | {widened(n):.2f} |"
+        for n in (3, 5, 10)
     )
     old = [name for name, day in drawn.items() if day < RATIO_SINCE]
     earlier = (
-        f"\nThe tables {', '.join(old)} are older than the ratio test. For these tables\n"
-        "the margin was computed from the baseline's mean, which was treated as exact. If seeds\n"
-        "scatter by at most 1 %, the results are nearly the same.\n"
+        f"\nThe results {', '.join(old)} are older than the ratio test. Their margin is\n"
+        "computed from the baseline's mean, as if this mean were exact. If seeds scatter by at\n"
+        "most 1 %, the ratio test gives nearly the same rates.\n"
         if old
         else ""
     )
@@ -162,8 +166,8 @@ itself.
 
 Each case has {results["draws"]:,} draws. Each draw generates final losses of runs for a mode and
 for the baseline, with a known true difference; `mprun.comparison.verdict.judge` gives the verdict.
-The margin is 1 % of the baseline's mean. The correlation is 0.3 between a mode and a baseline that
-share seeds, and otherwise 0. A rate near 5 % has a standard error of
+The margin is 1 % of the baseline's mean. The losses of a mode and a baseline that share seeds have
+a correlation of 0.3, all others a correlation of 0. A rate near 5 % has a standard error of
 {_percent(math.sqrt(0.05 * 0.95 / results["draws"]))}.
 
 ```bash
@@ -171,10 +175,11 @@ share seeds, and otherwise 0. A rate near 5 % has a standard error of
 ```
 
 
-The simulation used {results["versions"]}; CPU only, {results["seconds"]:.0f} s in one process.
-The file
-`error_rates.json` contains the same numbers. The tables were computed on these days:
+The simulation took {results["seconds"]:.0f} s in one process on a CPU, with {results["versions"]}.
+The file `error_rates.json` contains all results, under the following names:
 
+| date | results computed on this date |
+|---|---|
 {days}
 {earlier}
 | claim | worst rate over all cases |
@@ -215,88 +220,90 @@ seeds | \
 
 "Within 1 % of FP32" bounds the ratio of two means, and the FP32 mean is itself uncertain. A
 simpler test computes the margin from the FP32 mean and treats this mean as exact. The simpler test
-fails if seeds scatter widely but runs with equal seeds end close together. The error of the margin
-is then larger than the scatter of the differences. So the test uses mode - (1 +- margin) *
-baseline for each seed. The interval contains the ratios that this test does not reject (Fieller's
-interval). For normal noise, the t statistic of this combination is exact at any correlation
-("scatter" in the tables). Welch's test of the same two combinations is approximate. If three seeds
-are compared with many, the interval of Welch's test is too short. If the mean of the FP32 seeds
-cannot be distinguished from 0, this interval does not exist, and the comparison is refused. In
-simulations with three seeds that scatter by 20 %, this happens in up to {refused} of the draws.
+gives too many wrong verdicts if seeds scatter widely but runs with equal seeds end close together.
+In this case, the error of the FP32 mean makes the margin more uncertain than the differences. So
+mprun uses the ratio test, which computes mode - (1 +- margin) * baseline for each seed. The
+interval contains all ratios of the means that the ratio test does not reject (Fieller's interval).
+For normal noise, the t statistic of mode - (1 +- margin) * baseline is exact at any correlation
+between mode and baseline. Without shared seeds, mprun applies Welch's test to mode and
+(1 +- margin) * baseline, which is approximate. If three seeds are compared with many, the interval
+of Welch's test is too short. If the mean of the FP32 seeds cannot be distinguished from 0,
+Fieller's interval does not exist, and mprun refuses the comparison. In simulations with
+three seeds that scatter by 20 %, mprun refuses up to {refused} of the draws.
 
 ## How `--looks` keeps its rate
 
 Tests at 3, then 5, then 10 seeds have three chances of a wrong claim. So `--looks 3,5,10` uses
-the same stricter one-sided alpha at every look (Pocock 1977): {_percent(results["nominal_alpha"])}
+the same stricter one-sided alpha (error rate) at every look (Pocock 1977): \
+{_percent(results["nominal_alpha"])}
 instead of 5 %, with intervals of \
 {_percent(1 - 2 * results["nominal_alpha"])} confidence. If the
 true difference equals the margin, the t statistics of nested looks have a known joint distribution.
-This distribution depends only on the numbers of seeds, so a simulation finds the stricter alpha
-(400,000 draws, fixed seed). The alpha is computed for shared seeds and also used for Welch's test;
-the table shows the error rates of both. The disadvantage is a lower rate of "matches" at the last
-look, compared with a single test of 10 seeds. The advantage is that clear cases end early (column
-"seeds used").
+The joint distribution depends only on the numbers of seeds, so a simulation finds the stricter
+alpha (400,000 draws, fixed seed). The alpha is computed for shared seeds and also used for Welch's
+test; the table shows the error rates of both. The disadvantage of interim looks is a lower rate of
+"matches" at the last look, compared with a single test of 10 seeds. The advantage of interim looks
+is that clear cases end early (column "seeds used").
 
 ## Sweeps that run until they are decided
 
-`until=decided max_seeds=10` has an interim look after every seed, starting with the third. After n
-seeds, (n / 10)^1.5 of the 5 % error rate is spent (Kim and DeMets 1987). So the first looks spend
-little of the rate, and the last looks, which decide most cases, spend most. A simulation finds the
-alpha of each look, as for Pocock's method. From five seeds on, a sweep stops adding seeds for a
-mode if a plain test at 5 % would need more than 30 seeds. This stopping rule can only lower the
-error rates, because it makes no claim. {_compared(results)}
+`until=decided max_seeds=10` has an interim look after every seed, starting with the third. All
+looks at up to n seeds together may use (n / 10)^1.5 of the 5 % error rate (Kim and DeMets 1987).
+So the first looks use little of the error rate, and leave most of it for the last looks, which
+decide most cases. A simulation finds the alpha of each look, as for Pocock's method. From five
+seeds on, a sweep gives up a mode (adds no more seeds) if a plain 5 % test would need more than 30
+seeds. Giving up can only lower the error rates, because a sweep that gives up makes no
+claim. {_compared(results)}
 
-An independent program, with a known margin, gave the same shares of correct verdicts to within 0.8
-points. The numbers of seeds in that program agreed to within 0.1 (29 November 2026; the figures
-are in tests/compare/test_error_rates.py). Only in cases where the program gave up, it needed 0.2
-to 0.4 seeds fewer.
+On 29 November 2026, we compared the rates of mprun with those of an independent program, which
+takes the margin as known. The figures are in tests/compare/test_error_rates.py. The shares of
+correct verdicts agree to within 0.8 percentage points, and the mean numbers of seeds to within 0.1.
+Only in cases where the independent program gave up, it needed 0.2 to 0.4 seeds fewer than mprun.
 
-If seeds scatter widely and runs with equal seeds end close together, the rates stay the same,
-because the test is still the ratio test. Noise that is not normal changes the rates, and interim
-looks increase this effect. The reason is that a few seeds often include no bad seed. This table
+If seeds scatter widely and runs with equal seeds end close together, `until=decided` keeps its
+error rates, because each look is a ratio test. Noise that is not normal changes the rates. Interim
+looks increase the effect of such noise, because a few seeds often include no bad seed. This table
 shows the rates of false "matches" of a mode at the margin:
 
 {_noise_lines(results)}
 
 The final losses in MLPerf's records take only a few values. In 11 % of the draws of three seeds,
-all differences between equal seeds are the same, and equal to the margin. Rounding then decides
-between two verdicts. In this table, the ratio test takes the scatter of FP32 into account. The
-table of other noises at the end of this page is older and does not.
+the three differences between runs with equal seeds have the same value, which equals the margin.
+In these draws, rounding decides which of two verdicts is given. The table above uses the ratio
+test, which takes the scatter of FP32 into account. The table "Noise that is not normal" at the end
+of this page is older, and treats the FP32 mean as exact.
 
 ## One pair of runs
 
 A single pair of runs gets no verdict, because one seed says nothing about other seeds. If you know
-the standard deviation of the gap over pairs of this kind, state it as `compare.pair_sd`. A pair
-then passes if |gap| + 1.645 sd is less than the bar. The error rate of this test is exactly 5 % if
-the stated value is true and the scatter is normal ("pair" in the tables). If half of the
-true scatter is stated, the rate is \
-{rate["inside_at_the_bar_half of it"]} instead of 5 %. An estimate from a few pairs is itself
-random. With an estimate from three pairs the
-rate is {rate["inside_at_the_bar_that of 3 earlier pairs"]}, from five
-{rate["inside_at_the_bar_that of 5 earlier pairs"]}, from ten
-\
-{rate["inside_at_the_bar_that of 10 earlier pairs"]}. For a rate of 5 %, state
-a larger standard deviation: {widened(3):.2f} times the estimate from three pairs, {widened(5):.2f}
-times that from five, or \
-{widened(10):.2f} times that from ten.
-These factors replace 1.645 by t(0.95, n - 1).
+the standard deviation (sd) of the gap over pairs of the same configuration, state it as
+`compare.pair_sd`. The pair then passes a test if |gap| + 1.645 sd is less than the bar (the largest
+acceptable gap). If the stated sd is true and the gaps are normally distributed, exactly 5 % of
+pairs whose true gap equals the bar pass. If half of the true sd is stated,
+{rate["inside_at_the_bar_half of it"]} of pairs pass instead of 5 %. An sd that is estimated from n
+earlier pairs is itself random, so too many pairs pass. To return to 5 %, multiply the estimate by
+the factor in this table, which replaces 1.645 by t(0.95, n - 1):
+
+| sd estimated from | pairs that pass although the gap equals the bar | factor |
+|---|---|---|
+{estimates}
 
 ## Whether a gap grows
 
 For each seed, the test computes the least-squares slope of the gap to the baseline over the last
-half of the steps. A one-sided t test at 5 % compares these slopes with 0
-(`mprun.comparison.gap_growth`). Within a seed, the gap at one step predicts the gap at the next
-step, so steps must not be counted as samples. Slopes of different seeds are independent, and the
-test counts only these slopes. The simulated curves in the last table have 60 points over 6,000
-steps. The gaps of these curves have a standard deviation of 0.05 % of the loss. The curves fall
-from 6 to 2 nats and scatter by 1 % over seeds. With
-three seeds, at least {rate["growth_of_0.25_found_n_3"]} of comparisons find a growth of 0.25 % of
-the loss over the last half. These rates
-hold if the slopes are normally distributed over seeds. If the gap falls strongly for only one seed
-in many, a few seeds often include no such seed. Up to
-{rate["false_growth_skewed slopes"]} of comparisons then report "grows". This rate applies to
-each mode; the test does not correct for the
-number of modes. The following command computes only this table:
+half of the steps. A one-sided t test at 5 % decides whether the mean slope over the seeds is above
+0 (`mprun.comparison.gap_growth`). Within a seed, the gap at one step predicts the gap at the next
+step, so steps must not be counted as samples. Slopes of different seeds are independent, so the
+test counts one slope per seed. The simulated curves have 60 points over 6,000 steps, fall from 6 to
+2 nats, and scatter by 1 % over seeds. The gap between a simulated curve and the baseline has a
+standard deviation of 0.05 % of the loss. If the gap grows by 0.25 % of the loss over the last half,
+at least {rate["growth_of_0.25_found_n_3"]} of comparisons with three seeds report "grows".
+
+These error rates and shares hold if the slopes are normally distributed over seeds. If the gap
+falls strongly for only one seed in many, a few seeds often include no such seed. In this case, up
+to {rate["false_growth_skewed slopes"]} of comparisons falsely report "grows". The rates apply to
+each mode separately; the test does not correct for the number of modes. The following command
+computes only the table "Growth of the gap over steps":
 
 ```bash
 python benchmarks/error_rates.py --only growth --write docs
@@ -307,26 +314,24 @@ python benchmarks/error_rates.py --only growth --write docs
 
 - The t interval assumes that differences are normally distributed over seeds. If noise has heavy
   tails, or is equally skewed in mode and baseline (so their difference is symmetric), the rates
-  above hold. If only the noise of the mode is skewed, a few seeds often include no bad seed. The
-  mode then seems better and less scattered than it is: false "matches" reach
-  \
-{rate["false_matches_skewed mode"]}. False "matches" are more frequent if equal seeds differ only
-  by a skewed additional loss of the mode. They reach {rate["false_matches_exponential difference"]}
-  if this additional loss is exponential, and {rate["false_matches_skewed difference"]} if it is
-  lognormal (sigma 1). The rate increases with the skewness without a limit, for any size of the
-  margin. Runs drawn from published references of MLPerf Training give up to
-  \
-{rate["false_matches_MLPerf records"]}. **Rare bad seeds defeat any test of few seeds.** Suppose
-  that one seed in ten ends 10 % worse, and the other nine are as good as FP32. The mean then
-  differs by the margin. Up to \
-{rate["false_matches_rare bad seeds"]} of comparisons report
-  "matches", because the seeds that were run include no bad seed. Bad seeds that meet the divergence
-  rule count as diverged; finding less extreme ones takes more seeds.
+  above hold. If only the noise of the mode is skewed, a few seeds often include no bad seed. With
+  such seeds, the mode seems better and less scattered than it is, and false "matches" reach
+  {rate["false_matches_skewed mode"]}. False "matches" are more frequent if the loss of the mode is
+  the baseline's loss for the same seed plus a skewed amount. The rate of false "matches" reaches
+  {rate["false_matches_exponential difference"]} if the amount is exponential, and
+  {rate["false_matches_skewed difference"]} if it is lognormal (sigma 1). The rate increases with
+  the skewness without a limit, for any size of the margin. If runs are drawn from published
+  references of MLPerf Training, false "matches" reach {rate["false_matches_MLPerf records"]}.
+- **Rare bad seeds defeat any test of few seeds.** Suppose that one seed in ten ends 10 % worse, and
+  the other nine are as good as FP32. The mean of the mode then differs from FP32 by 1 %, the
+  margin. Up to {rate["false_matches_rare bad seeds"]} of comparisons report "matches", because the
+  seeds that were run include no bad seed. Bad seeds that meet the divergence rule count as
+  diverged; finding less extreme ones takes more seeds.
 - From seven shared seeds on (or four seeds each, if seeds differ), a permutation test checks each
   claim. The permutation test does not assume normal noise. If the permutation test does not
-  confirm a claim, the verdict says so ("not confirmed" in the last table). The permutation test
-  gives few false alarms, but finds few of the wrong claims: no test of these seeds can find the
-  others. The rates above assume normal noise; the table of other noises does not.
+  confirm a claim, the verdict says so ("not confirmed" in the table "Noise that is not normal").
+  The permutation test rarely rejects a correct claim, but it detects only few wrong claims. No test
+  of the same seeds can detect the other wrong claims.
 - A verdict describes final losses and the noise over seeds. The verdict does not cover other
   seeds, data or training lengths.
 - In a comparison of several modes, each mode has an error rate of 5 %. If ten modes truly differ
@@ -343,13 +348,13 @@ kinds of noise:
 
 {noises}
 
-In the table of seeds that scatter, the mode differs from the baseline in two ways ("true 1 %" is
-the size):
+In the table "Seeds that scatter more than their differences", the mode is worse than the baseline
+in one of two ways (column "shift"):
 
 {shifts}
 
-The last table has four kinds of noise in a gap from step to step ("grows by 0.00 %: said" is the
-rate of false alarms):
+In the table "Growth of the gap over steps", the gap has one of four kinds of noise from step to
+step. The column for a growth of 0.00 % shows the rate of false alarms:
 
 {gaps}
 
@@ -357,17 +362,18 @@ rate of false alarms):
 
 ### Sweeps until decided, and other rules on the same draws
 
-Each entry contains the share of draws that end with this verdict, and the mean number of seeds
-used. Each column shows one true difference between mode and baseline. In correlated draws the
-seeds "scatter"; the mode differs from the baseline as described above. A test after every seed is
-listed for comparison only.
+Each entry contains the share of draws that end with the verdict in the column head, and the mean
+number of seeds used. Each column shows one true difference between mode and baseline. In tables
+that state two standard deviations, the mode is worse by the same amount for every seed (additive).
+If the line above the table says "scaled", the mode is worse by the same share. A test after every
+seed is listed for comparison only.
 
 {sweep_tables(results)}
 
 ### One pair of runs with a stated scatter
 
-Bars are given in true standard deviations of a pair's gap. The first columns count wrong passes,
-and the last columns count correct passes.
+The bars in this table are multiples of the true standard deviation (sd) of a pair's gap. Pairs that
+pass although the gap equals the bar are errors, and pairs that pass without a gap are correct.
 
 {pair_lines(results)}
 """
@@ -382,10 +388,10 @@ def _compared(results: dict) -> str:
     at_margin = [c["rates"] for c in normal if c["true"] == 1 and c["sd"] >= 0.004]
     saved = [max(found[rule]["seeds"] for found in at_margin) for rule in (PATIENT, UNTIL)]
     lost_words = 100 * (right(lost, PATIENT) - right(lost, UNTIL))
-    return f"""Because of this rule, at most {lost_words:.1f} points of
-correct verdicts are lost (equal seeds differ by {_percent(lost["sd"])}, true difference
-{lost["true"]:g} %). If
-nothing can be decided, the sweep stops after {saved[1]:.1f} seeds instead of {saved[0]:.1f}."""
+    return f"""Giving up costs at most {lost_words:.1f}
+percentage points of correct verdicts. This largest loss occurs if runs with equal seeds differ by
+{_percent(lost["sd"])} and the true difference is {lost["true"]:g} %. If nothing can be decided, the
+sweep stops after {saved[1]:.1f} seeds on average, instead of {saved[0]:.1f}."""
 
 
 def _noise_lines(results: dict) -> str:

@@ -13,23 +13,20 @@ MEAN = 2.0  # nats
 MARGIN = 0.01  # of the mean
 CORRELATION = 0.3
 NOISES = {
-    "normal": "normal",
+    "normal": "normally distributed",
     "heavy tails": "Student's t with 3 degrees of freedom, in mode and baseline",
     "skewed": "lognormal (sigma 1) in mode and baseline, with a bad seed now and then",
     "skewed mode": "lognormal (sigma 1) in the mode, normal in the baseline",
     "exponential mode": "exponential in the mode, normal in the baseline",
-    "exponential difference": "two runs of a seed differ only by an exponential additional loss "
-    "of the mode, so the "
-    "differences themselves are skewed",
-    "skewed difference": "two runs of a seed differ only by a lognormal (sigma 1) additional "
-    "loss of the mode, the "
-    "worst noise tried without rare bad seeds",
+    "exponential difference": "the loss of the mode is the baseline's loss for the same seed plus "
+    "exponential noise, so the differences themselves are skewed",
+    "skewed difference": "the loss of the mode is the baseline's loss for the same seed plus "
+    "lognormal noise (sigma 1). Of all kinds tried, only rare bad seeds give more false verdicts",
     "quantised": "normal, but rounded to steps of one seed standard deviation, like an accuracy "
     "on few samples",
     "MLPerf records": "runs drawn from one of 116 published references of MLPerf Training (3,753 "
-    "runs, benchmarks/mlperf_records.json). These runs are scaled to the mean and the standard "
-    "deviation "
-    "of the case",
+    "runs, benchmarks/mlperf_records.json). The drawn runs are scaled to the mean and the standard "
+    "deviation of the case",
     "rare bad seeds": "normal, but one seed in ten of the mode is bad. The bad seeds cause the "
     "whole difference of the means, so each ends worse by ten "
     "times this difference",

@@ -185,18 +185,19 @@ def sweep_tables(results: dict) -> str:
     for setting in settings:
         cells = [c for c in results["sweeps"] if (c["seed_sd"], c["sd"], c["shift"]) == setting]
         seed_sd, sd, shift = setting
-        scatter = f"{100 * seed_sd:g} % between seeds, {_percent(sd)} between two runs of a seed"
-        lines += ["", f"Standard deviations: {scatter}"]
+        lines += ["", f"The standard deviation over seeds is {100 * seed_sd:g} % for the losses,"]
+        lines[-1] += f" and {_percent(sd)} for the difference between two runs of a seed"
         lines[-1] += f" ({shift}):" if seed_sd != SEED_SD else ":"
         lines += ["", *_rows(cells)]
     for sd, shared in dict.fromkeys((c["sd"], c["correlation"]) for c in results["correlated"]):
         cells = [c for c in results["correlated"] if (c["sd"], c["correlation"]) == (sd, shared)]
-        known = f"seeds {_percent(sd)}; correlation of mode and baseline: {shared:g}"
-        lines += ["", f"Standard deviation: {known}", ""]
+        known = f"{_percent(sd)}, and mode and baseline have a correlation of {shared:g}"
+        lines += ["", f"The losses have a standard deviation over seeds of {known}:", ""]
         lines += _rows(cells)
     for kind in NOISES:
         cells = [cell for cell in results["sweep_noise"] if cell["noise"] == kind]
-        lines += ["", f"Noise *{kind}*, seed sd 0.4 %:", "", *_rows(cells)]
+        lines += ["", f"The noise is *{kind}*, with a standard deviation over seeds of 0.4 %:"]
+        lines += ["", *_rows(cells)]
     return "\n".join(lines).strip()
 
 
@@ -218,14 +219,14 @@ def _percent(share: float) -> str:
 
 def seeds_page_rows(results: dict) -> list[str]:
     """Return the rows of docs/how_many_seeds.md: how often the right word comes."""
-    heads = ["equal seeds differ by", "true difference", "right word", "3 seeds", "5 seeds"]
-    heads += ["10 seeds", "`--looks 3,5,10`", f"`{UNTIL}`"]
+    heads = ["sd of the difference at equal seeds", "true difference", "right word"]
+    heads += ["3 seeds", "5 seeds", "10 seeds", "`--looks 3,5,10`", f"`{UNTIL}`"]
     lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
     truths = {0: ("none", "matches"), 0.5: ("half the margin", "matches")}
     truths[2] = ("twice the margin", "worse")
     cells = [c for c in results["sweeps"] if c["seed_sd"] == SEED_SD and c["true"] in truths]
     for cell in sorted(cells, key=lambda c: (c["true"], c["sd"])):
-        row = [f"{cell['sd'] / MARGIN:g} margins", *truths[cell["true"]]]
+        row = [f"{cell['sd'] / MARGIN:g} x margin", *truths[cell["true"]]]
         for rule in ("3 seeds", "5 seeds", "10 seeds"):
             row.append(f"{right(cell, rule):.0%}")
         for rule in ("`--looks 3,5,10`", UNTIL):

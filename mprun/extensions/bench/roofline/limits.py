@@ -27,7 +27,7 @@ LIMIT = (
     "the update (casts, norms, losses) takes no time. No tensor stays in a cache for the next "
     "kernel"
 )
-LAUNCH_SOURCE = "assumed: 1.5 us per kernel in a CUDA graph, 8 us per kernel in eager mode"
+LAUNCH_SOURCE = "assumed: 1.5 us per kernel in a CUDA graph, and 8 us in eager mode"
 # Bytes per parameter and step of SGD with momentum in torch's fused kernel. In FP32 the gradient is
 # written, and read beside weight and momentum, which are read and written. With FP16 copies the
 # cast of the weight comes on top (6), and the FP16 gradient is written, read and widened (8 in
@@ -255,7 +255,7 @@ def _notes(found: dict[str, Any]) -> list[str]:
         "operation is the longer of its compute time and its memory time. The ratios (x fp32) "
         "compare eager steps.",
         f"Kernel launches alone limit {mode} to {graph} {unit}s/s in a replayed CUDA graph, and to "
-        f"{eager} {unit}s/s in eager mode ({LAUNCH_SOURCE}).",
+        f"{eager} {unit}s/s in eager mode. Times of launches are {LAUNCH_SOURCE}.",
         f"The counts assume this implementation of the update: {paths}. SGD with momentum on the "
         f"parameters of this model takes the following times, in ms per step: {recipes}. The "
         "times of SGD include writing gradients and casting weights.",
