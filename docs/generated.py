@@ -84,14 +84,15 @@ _SCALES = {
     "delayed": ", from the last {1}",
     "pow2": ", a power of two",
     "e8m0": ", a power of two {0}",
-    "e4m3": ", in E4M3, and one per tensor",
-    "four_over_six": ", to 6 or to 4, in E4M3, and one per tensor",
+    "e4m3": ", in E4M3, and one scale per tensor",
+    "four_over_six": ", in E4M3, that maps the block's largest number to 6 or 4 (whichever has the "
+    "smaller error), and one scale per tensor",
 }
 _ROUNDED = {
     "rceil": "rounded up",
     "ceil": "rounded up",
     "floor": "rounded down",
-    "even": "from the rounded largest number",
+    "even": "rounded down, after the block's largest number is rounded to the format",
 }
 _PARTS = {"tensor": "per tensor", "row": "per row"}
 
@@ -100,7 +101,8 @@ def modes() -> str:
     """The precision modes, by the values in their files; docs/modes.md has this table."""
     files = option_files("precision")
     order = sorted(files, key=lambda name: (_FAMILIES.index(name.partition("_")[0]), name))
-    header = ("mode", "parameters", "products", "master weights", "default scaler", "elsewhere")
+    header = ("mode", "parameters", "products", "master weights", "default scaler")
+    header += ("source or equivalent",)
     return _table(header, [_mode(name, get_policy(name), files[name]) for name in order])
 
 
@@ -121,7 +123,7 @@ def _mode(name: str, policy: PrecisionPolicy, path: Path) -> tuple[str, ...]:
         multiplied = f"{held} in, FP32 sums, {held} out"
     if (own := policy.attention) is not None:
         formats = f"{own.format.name.upper()}, gradients {own.grad_format.name.upper()}"
-        multiplied += f"; attention: {formats}; a scale a {own.granularity}"
+        multiplied += f"; attention: {formats}; one scale per {own.granularity}"
     masters = {
         "kept": "parameters are FP32" if held == "FP32" else "FP32",
         "none": f"none; {held} optimizer state",
@@ -155,10 +157,10 @@ def _casts(products: ScaledProducts) -> str:
     if products.hadamard:
         more += ". Hadamard transform for " + _gradients(products.hadamard)
     if products.high_precision and products.high_precision == products.dequantized:
-        more += "; only for outputs; gradients use the decoded numbers"
+        more += "; only the output's product is cast; the gradients' products use decoded numbers"
         return f"{formats}; one scale {part}{scale}{more}"
     if products.high_precision:
-        more += f"; {_gradients(products.high_precision)} is not cast"
+        more += f"; the product for {_gradients(products.high_precision)} is not cast"
     if products.dequantized:
         more += f"; {_gradients(products.dequantized)} uses the decoded numbers"
     return f"{formats}; one scale {part}{scale}{more}"
@@ -174,7 +176,8 @@ _PAPER = Path(__file__).resolve().parent / "results" / "2026-11-27-cpu-paper.jso
 
 def paper() -> str:
     """Each technique beside the paper's outcome, by the last results; docs/paper.md has it."""
-    header = ("network", "technique", "paper: FP32", "paper: technique", "here: difference to FP32")
+    header = ("network", "technique", "paper: FP32", "paper: with technique")
+    header += ("here: difference to FP32", "verdict", "same outcome?")
     rows = []
     for row in json.loads(_PAPER.read_text(encoding="utf-8"))["rows"].values():
         named = (f"{row['network']}, {row['place']}", row["paper"]["fp32"])
@@ -184,7 +187,7 @@ def paper() -> str:
             own = (one["paper"], one["difference"], one["verdict"], one["same_outcome"])
             rows.append((named[0], one["technique"], named[1], *own))
             named = ("", "")
-    return _table((*header, "verdict", "same outcome?"), rows)
+    return _table(header, rows)
 
 
 def scalers() -> str:
