@@ -40,7 +40,8 @@ def test_the_outcomes_told_beside_it_are_those_of_the_results():
     outcomes = json.loads(RESULTS.read_text(encoding="utf-8"))["outcomes"]
     counted = {word: int(count) for count, word in re.findall(r'(\d+) "([^"]+)"', outcomes)}
     found = re.search(
-        r"(\d+) of (\d+) outcomes agree .* (\d+) more agree .* (\d+) end worse .* other (\d+) are",
+        r"(\d+) of (\d+) outcomes agree .* (\d+) more outcomes agree .* (\d+) outcomes are worse "
+        r".* other (\d+) outcomes are",
         page("paper.md").replace("\n", " "),
     )
     rest = sum(counted.values()) - counted["yes"] - counted["yes, tells nothing"]

@@ -330,7 +330,7 @@ def _is_equal(verdict: str) -> bool:
 
 def _told(line: Line) -> str:
     """Say how an arm that lacks a technique ended."""
-    name = "naive FP16" if line.overrides == NAIVE.overrides else "no scale"
+    name = "naive FP16" if line.overrides == NAIVE.overrides else "unscaled FP16"
     return f"{name} {'matches too' if line.verdict == 'matches' else line.verdict}"
 
 

@@ -136,10 +136,10 @@ def test_what_qualifies_an_outcome_stands_beside_it():
     scaled = Line("scale 8", (), "77.1", YES, "matches", beside="inconclusive, +0.1 points")
     _remark(scaled, EQUAL, ssd)
     assert scaled.same_outcome == "yes (by map inconclusive)"
-    told = Line("scale 9", (), "77.1", "yes, tells nothing (no scale matches too)", "matches")
+    told = Line("scale 9", (), "77.1", "yes, tells nothing (unscaled FP16 matches too)", "matches")
     told.beside = "matches, 0 (identical)"
     _remark(told, EQUAL, ssd)
-    assert told.same_outcome == "yes, tells nothing (no scale matches too; by map matches)"
+    assert told.same_outcome == "yes, tells nothing (unscaled FP16 matches too; by map matches)"
     assert counted([RowOutcome(ssd, lines=[worse, scaled, told])]).endswith(
         '1 "worse, not diverged"; 1 "yes"; 1 "yes, tells nothing".'
     )
@@ -157,15 +157,15 @@ def ended(verdicts):
 @pytest.mark.parametrize(
     ("low", "unscaled", "naive", "expected", "discriminates"),
     [
-        (-0.1, "matches", "matches", "no scale matches too", "no (naive FP16 matches too)"),
+        (-0.1, "matches", "matches", "unscaled FP16 matches too", "no (naive FP16 matches too)"),
         # Masters are needed, the scale is not.
-        (-0.1, "matches", "worse", "no scale matches too", "yes (naive FP16 worse)"),
-        (-0.1, "worse", "matches", YES, "yes (no scale worse)"),
+        (-0.1, "matches", "worse", "unscaled FP16 matches too", "yes (naive FP16 worse)"),
+        (-0.1, "worse", "matches", YES, "yes (unscaled FP16 worse)"),
         (-0.1, "not run", "inconclusive", "naive FP16 inconclusive", "not known (naive FP16 inc"),
         (-0.1, "not run", "better", "naive FP16 better", "no (naive FP16 better)"),
         (-0.1, "not run", "not run", "naive FP16 was not run", "not known (naive FP16 was"),
-        (0.01, "diverged", "worse", WORSE_SIDE, "yes (no scale diverged; naive FP16 worse)"),
-        (0.0, "likely worse", "not run", YES, "yes (no scale likely worse)"),
+        (0.01, "diverged", "worse", WORSE_SIDE, "yes (unscaled FP16 diverged; naive FP16 worse)"),
+        (0.0, "likely worse", "not run", YES, "yes (unscaled FP16 likely worse)"),
     ],
 )
 def test_a_match_is_a_plain_yes_only_if_what_lacks_the_technique_fails(
