@@ -85,8 +85,8 @@ _SCALES = {
     "pow2": ", a power of two",
     "e8m0": ", a power of two {0}",
     "e4m3": ", in E4M3, and one scale per tensor",
-    "four_over_six": ", in E4M3, that maps the block's largest number to 6 or 4 (whichever has the "
-    "smaller error), and one scale per tensor",
+    "four_over_six": ", in E4M3, and one scale per tensor. A block's largest number becomes 6 or "
+    "4, whichever has the smaller error",
 }
 _ROUNDED = {
     "rceil": "rounded up",
@@ -157,7 +157,7 @@ def _casts(products: ScaledProducts) -> str:
     if products.hadamard:
         more += ". Hadamard transform for " + _gradients(products.hadamard)
     if products.high_precision and products.high_precision == products.dequantized:
-        more += "; only the output's product is cast; the gradients' products use decoded numbers"
+        more += ". Only the output's product is cast; the gradients' products use decoded numbers"
         return f"{formats}; one scale {part}{scale}{more}"
     if products.high_precision:
         more += f"; the product for {_gradients(products.high_precision)} is not cast"
