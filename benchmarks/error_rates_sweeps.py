@@ -219,7 +219,7 @@ def _percent(share: float) -> str:
 
 def seeds_page_rows(results: dict) -> list[str]:
     """Return the rows of docs/how_many_seeds.md: how often the right word comes."""
-    heads = ["sd of the difference at equal seeds", "true difference", "right word"]
+    heads = ["sd of the difference at equal seeds", "true difference", "correct verdict"]
     heads += ["3 seeds", "5 seeds", "10 seeds", "`--looks 3,5,10`", f"`{UNTIL}`"]
     lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
     truths = {0: ("none", "matches"), 0.5: ("half the margin", "matches")}
