@@ -15,6 +15,8 @@ from .real_data import unpacked
 
 pytest.register_assert_rewrite("tests.helpers")
 
+HANDLERS = pytest.StashKey[dict]()
+
 
 def pytest_addoption(parser):
     part = "of N parts of the tests only the K-th; a test stays in its own when others come or go"
@@ -36,12 +38,18 @@ def pytest_configure(config):
     # A shell's background job ignores SIGINT, and so would the commands that tests interrupt.
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    numbers = {number for number in signal.Signals if signal.getsignal(number) is not None}
+    config.stash[HANDLERS] = {number: signal.getsignal(number) for number in numbers}
 
 
 @pytest.hookimpl(tryfirst=True)  # before fixtures are made
 def pytest_runtest_setup(item):
     import torch
 
+    # A run that has ended leaves signals ignored where no command is around it.
+    for number, handler in item.config.stash[HANDLERS].items():
+        if signal.getsignal(number) != handler:
+            signal.signal(number, handler)
     # Threads that outnumber the free cores wait for each other: seconds become minutes. Before each
     # test, since `threads=` of a run in this process stays.
     torch.set_num_threads(item.config.option.threads)
