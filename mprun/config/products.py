@@ -24,16 +24,16 @@ class MatmulConfig:
     grad_output: str | None = _format("the gradient of the output")
     granularity: str = setting(
         "tensor",
-        "Block that shares a scale: tensor, row, or RxC (R rows of C along the sum); none: scale 1",
+        "Block with one scale: tensor, row or RxC (R rows, C columns along the sum); none: scale 1",
     )
     weight_granularity: str | None = setting(
         None,
-        "Granularity of weights; with 16x16 one cast serves all products; null: as in granularity",
+        "Granularity of weights; null: as granularity. With 16x16, all products share one cast",
     )
     scale: str = one_of(
         "fp32 pow2 e8m0 e4m3 four_over_six delayed",
-        "pow2: power of two, rounded down; e8m0: MX; e4m3: NVFP4; four_over_six; delayed: from "
-        "history",
+        "pow2: power of two, rounded down; e8m0: MX; e4m3, four_over_six: NVFP4; delayed: past "
+        "maxima",
     )
     scale_rounding: str = one_of(
         "rceil ceil even floor",
@@ -51,7 +51,7 @@ class MatmulConfig:
     )
     grad_rounding: str = one_of(
         "nearest stochastic both",
-        "Rounding of the gradient of the output; stochastic: unbiased; both: also other operands",
+        "Rounding; stochastic: output gradient, unbiased; both: also its products' other operands",
     )
     hadamard: list[str] = one_of(
         _PRODUCTS,
@@ -59,17 +59,17 @@ class MatmulConfig:
         default=list,
     )
     high_precision: list[str] = one_of(
-        _PRODUCTS, "Products that are not cast to these formats", default=list
+        _PRODUCTS, "Products whose operands are not cast to 8 or 4 bits", default=list
     )
     dequantized: list[str] = one_of(
         "grad_input grad_weight",
-        "Gradient products that use operands decoded from the casts of the forward product",
+        "Gradient products that use the decoded casts of the forward product as operands",
         default=list,
     )
     modules: list[str] = setting(
         lambda: ["*"],
-        "Name patterns of layers to cast, full name for an output layer; !PATTERN, !last 15% "
-        "exclude",
+        "Layers to cast, as name patterns (output layers: full names); !PATTERN or !last 15% "
+        "excludes layers",
     )
 
 

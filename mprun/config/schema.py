@@ -95,7 +95,7 @@ class OptimConfig:
     decay_bias: bool = setting(True, "Apply weight decay to biases outside of norm layers")
     decay_norm: bool = setting(True, "Apply weight decay to gain and shift of norm layers")
     average_decay: float | None = fraction(
-        None, "Decay of a moving average of the weights, which is evaluated; null: no average"
+        None, "Decay of a moving average of the weights; evaluations use this average; null: none"
     )
     average_modules: list[str] = setting(list, "Module-name patterns for average_decay; empty: all")
 
@@ -134,7 +134,7 @@ class UpdateConfig:
     )
     state_dtype: str | None = one_of(
         _STATES,
-        "Format of the optimizer state; 8 bits: in blocks of 256; null: as the update computes it",
+        "Format of the optimizer state; 8 bits: in blocks of 256; null: the dtype of the update",
         default=None,
     )
     square_dtype: str | None = one_of(
@@ -182,17 +182,17 @@ class PrecisionConfig:
     )
     reduce_dtype: str | None = one_of(
         DTYPES,
-        "Dtype of the sum of scaled gradients over ranks (micro-batches); null: sum unscaled",
+        "Dtype in which ranks (micro-batches) sum scaled gradients; null: they sum unscaled ones",
         default=None,
     )
     reduce_divide: str = one_of(
         "after before split",
-        "When to divide by the number of ranks; split: by about its root before the sum, the rest "
-        "after",
+        "When to divide by the number of ranks; split: by about its square root before and after "
+        "the sum",
     )
     reduce_order: str = one_of(
         "rank ring tree fp32",
-        "Order of the sum over ranks; ring: as in gloo; tree: in pairs; fp32: FP32, rounded once",
+        "Sum over ranks; rank: in order; ring: as gloo; tree: pairs; fp32: in FP32, rounded once",
     )
     matmul: MatmulConfig = setting(MatmulConfig, "Linear layers in 8 or 4 bits")
     attention: AttentionConfig = setting(AttentionConfig, "Attention in FP8")
@@ -227,7 +227,7 @@ class ScalerConfig:
     )
     hysteresis: int | None = count(
         None,
-        "Number of overflows since the last growth that lower the scale; 1: the first overflow",
+        "Which overflow since the last growth is the first to lower the scale; 1: the first of all",
         below=2**31,
     )
     min_scale: float | None = _scale("Smallest loss scale")
@@ -244,19 +244,19 @@ class ScalerConfig:
         "Whether each step without overflow restores the hysteresis; null, false: only growth does",
     )
     tolerance: float | None = part(
-        None, "Share of steps that must overflow to lower the scale; null: 0, each overflow does"
+        None, "Smallest share of overflow steps that lowers the scale; null: 0 (every overflow)"
     )
     hold_at_floor: bool | None = setting(
-        None, "Whether a fall to min_scale or below is omitted; null, false: it ends at min_scale"
+        None, "Whether to keep a scale that would fall to min_scale or below; false: use min_scale"
     )
     log_max: float | None = ranged(
-        None, "Target for log2 of the largest scaled gradient plus overflow_std_dev deviations"
+        None, "Target for log2(largest scaled gradient), overflow_std_dev deviations above its mean"
     )
-    beta1: float | None = fraction(None, "Decay of the average of log2 of the largest gradient")
-    beta2: float | None = fraction(None, "Decay of the averages for the standard deviation")
+    beta1: float | None = fraction(None, "Decay of the moving average of log2(max gradient)")
+    beta2: float | None = fraction(None, "Decay for the standard deviation of log2(max gradient)")
     overflow_std_dev: float | None = from_zero(
         None,
-        "Headroom below log_max in standard deviations; 3.09: 1 overflow in 1,000",
+        "Headroom below log_max in standard deviations; 3.09: 1 step in 1,000 overflows",
         at_most=100.0,
     )
 
@@ -290,10 +290,10 @@ class TrainConfig:
     """Length and intervals of a run; all counts are in steps (batches), not updates."""
 
     steps: int | None = count(
-        100, "Length in steps; null if train.epochs is set", at_most=MAX_STEPS, role=LENGTH
+        100, "Run length in steps; null if train.epochs is set", at_most=MAX_STEPS, role=LENGTH
     )
     epochs: float | None = positive(
-        None, "Length in epochs, with train.steps=null", at_most=10_000.0, role=LENGTH
+        None, "Run length in epochs; needs train.steps=null", at_most=10_000.0, role=LENGTH
     )
     log_every: int = count(10, "Steps between two records and lines of progress", role=READING)
     eval_every: int | None = from_zero(
@@ -355,7 +355,7 @@ class CompareConfig:
     )
     margin: float | None = positive(
         None,
-        "Largest difference that matches: share of the baseline's mean, or in the metric's unit",
+        "Largest difference that is a match, as a share of the baseline's mean or in metric units",
     )
     higher_is_better: bool | None = setting(
         None, "Whether higher values are better; null: as the task declares", role=JUDGED
@@ -364,12 +364,12 @@ class CompareConfig:
     window: int = count(1, "Number of evaluations to average, counted from the last")
     plan: list[int] | None = setting(
         None,
-        "First seed, seeds before the first verdict, most seeds (-m until=decided); null: none",
+        "-m until=decided: first seed, seeds until the first verdict, most seeds; null: no plan",
         role=LABEL,
     )
     pair_sd: float | None = positive(
         None,
-        "Known standard deviation of the gap of one pair, in the margin's unit; null: unknown",
+        "Standard deviation of the difference of two runs, in the margin's unit; null: unknown",
         role=LABEL,
     )
     pair_sd_source: str | None = setting(
@@ -405,7 +405,7 @@ class RunConfig:
     )
     nodes: int = count(
         1,
-        "Number of machines; each machine runs the number of ranks that devices sets",
+        "Number of machines; the key devices sets the number of ranks on each machine",
         at_most=65_536,
         role=READING,
     )

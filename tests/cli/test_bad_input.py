@@ -127,7 +127,7 @@ CASES = [
     ("precision.matmul.margin=abc", "margin=abc: must be a whole number >= 0 and <= 64"),
     ("precision.matmul.history=1.5", "history=1.5: must be a whole number >= 1"),
     ("precision.matmul.history=1e20", "<= 1,000,000 (with scale=delayed: number of past updates"),
-    ("precision.matmul.granularity=null", "must be text (block that shares a scale: tensor, row"),
+    ("precision.matmul.granularity=null", "must be text (block with one scale: tensor, row"),
     ("precision.matmul.modules=[[a]]", "=[['a']]: must hold neither lists nor mappings"),
     ("optim.average_modules=[{a:1}]", "optim.average_modules=[{'a': 1}]: must hold neither lists"),
     ("precision.matmul.hadamard=x", "x: must be a list of output, grad_input, grad_weight"),

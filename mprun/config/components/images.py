@@ -28,11 +28,11 @@ task(
 
 SIDE = "Side length of an image in pixels"
 AUXILIARY = (
-    "Factor on each auxiliary head's loss in training; 0: mprun's networks have no such heads"
+    "Factor on each auxiliary head's training loss; 0: mprun builds its networks without heads"
 )
 _FLIP = "Whether half of the training images are mirrored"
-TRAIN_FIRST = "Number of training images, from the start of a fixed order; null: all"
-EVAL_FIRST = "Number of held-out images, from the start of a fixed order; null: all"
+TRAIN_FIRST = "Number of training images, the first of a fixed order; null: all"
+EVAL_FIRST = "Number of held-out images, the first of a fixed order; null: all"
 
 # Fields that several classes share.
 _pixels = partial(ranged, at_least=8)
@@ -244,7 +244,7 @@ class ImageFolderConfig(ImagesConfig):
     flip: bool = setting(True, _FLIP)
     resize_to: int | None = _pixels(
         None,
-        "Length of the shorter side (crop: both sides) before the crop; null: 8/7 of image_size",
+        "Shorter side of the resized image (augmentation=crop: each side); null: 8/7 of image_size",
         at_most=2048,
     )
     centre_crop: int | None = _pixels(
@@ -275,7 +275,7 @@ class Cifar10Config(ImagesConfig):
     It is decoded once and kept in memory on the device, which resizes other sizes than 32.
     """
 
-    channels: int = one_of((3,), "Number of channels of an image: CIFAR-10 is in colour")
+    channels: int = one_of((3,), "Number of channels of an image; 3, because CIFAR-10 is in colour")
     augmentation: str = one_of(
         "padded_crop none", "padded_crop: pad by 4 pixels on each side, then take a random crop"
     )

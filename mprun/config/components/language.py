@@ -200,12 +200,12 @@ class GPTMoEConfig(GPTConfig):
     top_k: int = count(2, "Number of experts that each token uses")
     expert_size: int = count(192, "Number of hidden units of each expert, which is a gated MLP")
     dense_layers: int = from_zero(
-        0, "Number of first blocks with an MLP (see model.mlp) instead of experts"
+        0, "How many of the first blocks have an MLP (see model.mlp) instead of experts"
     )
     capacity: float | None = positive(
         None,
-        "Largest load of an expert over an even load; more tokens are dropped; null: none, the "
-        "host waits",
+        "Most tokens per expert (1: an equal share), others are dropped; null: no limit, the host "
+        "waits",
     )
     shared_size: int = from_zero(
         0, "Number of hidden units of an expert that every token uses; 0: no such expert"
@@ -322,4 +322,6 @@ class TokenFilesConfig(DataConfig):
     eval_tokens: int | None = ranged(
         None, "Number of held-out tokens to evaluate, from their start; null: all", at_least=32
     )
-    cache: str | None = place(f"Cache folder for hashes; null: {_CACHE}", unset=_CACHE)
+    cache: str | None = place(
+        f"Cache folder for hashes of token files; null: {_CACHE}", unset=_CACHE
+    )

@@ -109,7 +109,7 @@ class FasterRCNNConfig(ModelConfig):
     )
     dropout: float = share(0.0, "Dropout probability after the fully connected layers")
     frozen: int = ranged(
-        0, "Number of first convolutions that keep their initial weights", at_least=0, at_most=13
+        0, "How many of the first convolutions keep their initial weights", at_least=0, at_most=13
     )
     weights: str | None = _weights()
 
@@ -141,13 +141,13 @@ class VocConfig(ImagesConfig):
     """PASCAL VOC: trainval of 2007, or of 2007 and 2012, test of 2007 held out."""
 
     image_size: int = ranged(300, SIDE, at_least=8, at_most=1024)
-    channels: int = one_of((3,), "Number of channels of an image: VOC is in colour")
+    channels: int = one_of((3,), "Number of channels of an image; 3, because VOC is in colour")
     years: str = one_of(
         "2007 2007+2012", "Years whose trainval images are used for training", default="2007+2012"
     )
     difficult: bool = setting(
         False,
-        "Whether objects marked as difficult are used for training; the metric map ignores them",
+        "Whether to train on objects marked as difficult; the metric named map ignores them",
     )
     augmentation: str = _augmentation()
     prefetch: int = prefetch()
@@ -166,15 +166,15 @@ class CocoConfig(ImagesConfig):
     """COCO, or data of one's own in its format: annotations/instances_NAME.json and NAME/."""
 
     image_size: int = ranged(300, SIDE, at_least=8, at_most=1024)
-    channels: int = one_of((3,), "Number of channels of an image: COCO is in colour")
+    channels: int = one_of((3,), "Number of channels of an image; 3, because COCO is in colour")
     train_folder: str = setting(
         "train2017",
-        "Folder of the training images, and name of their annotation file",
+        "Folder NAME of the training images; their annotations are in instances_NAME.json",
         below_root=True,
     )
     eval_folder: str = setting(
         "val2017",
-        "Folder of the held-out images, and name of their annotation file",
+        "Folder NAME of the held-out images; their annotations are in instances_NAME.json",
         below_root=True,
     )
     augmentation: str = _augmentation()
