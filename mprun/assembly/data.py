@@ -87,8 +87,10 @@ def _check_attributes(factory: Factory, source: Any) -> None:
         for name, value in description.items()
     )
     if not plain or not {"name", "train_samples", "eval_samples"} <= description.keys():
-        must = "must map names to plain values, with name, train_samples and eval_samples"
-        raise BadInput(f"{factory}: the description of its source {must}")
+        raise BadInput(
+            f"{factory}: the description of the returned source must map names to plain values, "
+            "with name, train_samples and eval_samples"
+        )
 
 
 def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -120,7 +122,7 @@ def check_batches(config: CustomDataConfig, task: str, source: Source, device) -
         )
     for what, batch in {"train_batch(0)": first, "eval_batches()": held_out}.items():
         if wrong := _wrong(batch, kind, source, device):
-            raise BadInput(f"{name}: {what} of its source {wrong}")
+            raise BadInput(f"{name}: a batch from {what} of the source is wrong: it {wrong}")
     if not all(map(_alike, first[: 1 if kind.networks > 1 else 2], again)):
         must = "it must depend on seed and index alone"
         raise BadInput(f"{name}: train_batch(0) of its source differs when read again; {must}")

@@ -66,7 +66,8 @@ def optimizer_maker(
     taken = signature(build).parameters
     without = f"(allowed: auto, {'foreach, ' * ('foreach' in taken)}loop)"
     if implementation == "foreach" and "foreach" not in taken:
-        raise BadInput(f"optim.implementation=foreach: {config.name} has no foreach form {without}")
+        form = "optim.implementation=foreach"
+        raise BadInput(f"{form}: {config.name} has no foreach implementation {without}")
     fused = config.name in STATE and has_fused_kernel(config.name, device)
     if why := _why_unfused(config, module):
         if implementation == "fused":

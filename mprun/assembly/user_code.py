@@ -174,17 +174,19 @@ class Trial:
         state, found = None, []
         for what in ("forward(tokens, None)", "forward(tokens, state)"):
             output = call(what, self.networks[0], tokens, state)
-            returned = f"{self.name}: {what} returned"
+            must = f"{self.name}: {what} must return"
             if not isinstance(output, tuple | list) or len(output) != 2:
-                raise BadInput(f"{returned} {shape_of(output)}, must be (logits, state)")
+                raise BadInput(f"{must} (logits, state), but returned {shape_of(output)}")
             logits, new = output
             self._expect(what, logits, (*tokens.shape, self.data.vocab_size))
             if not isinstance(new, tuple | list) or not all(isinstance(s, Tensor) for s in new):
-                must = "must be a tuple of tensors (empty if no state is carried on)"
-                raise BadInput(f"{returned} {shape_of(new)} as state, {must}")
+                raise BadInput(
+                    f"{must} the state as a tuple of tensors (empty if no state is carried on), "
+                    f"but returned {shape_of(new)} as state"
+                )
             if new and not self.carries_state:
-                given = f"a state of {len(new)} tensors, must be () with model.carries_state=false"
-                raise BadInput(f"{returned} {given}")
+                given = f"but returned a state of {len(new)} tensors"
+                raise BadInput(f"{must} () as state with model.carries_state=false, {given}")
             if state is not None and [s.shape for s in state] != [s.shape for s in new]:
                 raise BadInput(f"{self.name}: the state must have the same shapes in every batch")
             state = tuple(part.detach() for part in new)
@@ -202,8 +204,8 @@ class Trial:
             )
         logits = call("discriminator", discriminator, images)
         if not isinstance(logits, Tensor) or logits.shape != real.shape[:1]:
-            returned = f"discriminator of {shape_of(images)} returned {shape_of(logits)}"
-            raise BadInput(f"{self.name}: {returned}, must be logits [{len(real)}]")
+            must = f"discriminator of {shape_of(images)} must return logits [{len(real)}]"
+            raise BadInput(f"{self.name}: {must}, but returned {shape_of(logits)}")
         return [logits]
 
     def _expect(self, what: str, logits: object, least: tuple[int, ...]) -> None:
@@ -215,8 +217,8 @@ class Trial:
             and logits.shape[-1] >= least[-1]
         )
         if not fits:
-            returned = f"{what} returned {shape_of(logits)}"
-            raise BadInput(f"{self.name}: {returned}, must be floating logits {list(least)}")
+            must = f"must return floating-point logits {list(least)}"
+            raise BadInput(f"{self.name}: {what} {must}, but returned {shape_of(logits)}")
 
 
 def shape_of(value: object) -> str:

@@ -328,8 +328,10 @@ def _to_start(config: "RunConfig", rank_info: RankInfo | None) -> int:
         return rank_info.devices if rank_info.rank is None else 1
     if config.nodes > 1:
         by = f"torchrun --nnodes {config.nodes} --nproc-per-node {config.devices} -m mprun"
-        none = f"nodes={config.nodes}: nothing says which machine this is"
-        raise BadInput(f"{none}; start it by srun, or by {by}")
+        raise BadInput(
+            f"nodes={config.nodes}: nothing says which machine this is; start the run by srun, or "
+            f"by {by}"
+        )
     if config.devices != "auto":
         return int(config.devices)
     from mprun.training.run import resolve_device
@@ -416,7 +418,9 @@ def _arguments() -> Arguments:
         help="folder with your own option files, DIR/GROUP/OPTION.yaml",
     )
     add("-c", "--cfg", metavar="job|hydra|all", help="print the configuration and run nothing")
-    add("-p", "--package", default="", metavar="KEY", help="with --cfg job: print only this part")
+    add(
+        "-p", "--package", default="", metavar="KEY", help="with --cfg job: print only the part KEY"
+    )
     add(
         "--resolve",
         action="store_true",

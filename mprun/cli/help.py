@@ -418,7 +418,7 @@ def show(options: argparse.Namespace) -> int:
     from mprun.config.overrides import as_hydra_takes, line_of, parse_overrides
 
     def not_a_run(config: object) -> None:
-        raise AssertionError("this option only shows a configuration, but would have started a run")
+        raise AssertionError("an option that only shows a configuration must not start a run")
 
     prepare_hydra()
     source = [] if options.config_dir is None else ["--config-dir", options.config_dir]

@@ -263,9 +263,9 @@ def _margin(values: Values) -> Margin:
     if question.relative:
         if zero:
             raise BadInput(
-                f"{asked}: is relative to {of_mean}, {mean:.3g}, which "
-                f"{number_of(len(values.base), question.counted)} cannot distinguish from 0. Pass "
-                "--margin X --absolute, in the unit of the metric"
+                f"{asked}: this margin is a share of {of_mean}, which must differ from 0. It is "
+                f"{mean:.3g}; {number_of(len(values.base), question.counted)} cannot distinguish "
+                "this mean from 0. Pass --margin X --absolute, in the unit of the metric"
             )
         return Margin(setting, mean)
     if setting >= mean / 2 and not zero:
@@ -300,9 +300,9 @@ def _decide_at_looks(decision: Decision, values: Values) -> None:
         if len(values.own) != len(values.base) or taken[-1] != available:
             raise BadInput(
                 f"--looks {','.join(map(str, plan))}: {len(values.own)} and {len(values.base)} "
-                "runs name no seeds, so it is unclear which runs belong to a look. Pass "
-                f"equally many runs in both labels, {' or '.join(map(str, plan))}, or name the "
-                "seeds"
+                "runs name no seeds, so mprun cannot choose the runs for each number of seeds. "
+                f"Pass the same number of runs for both labels, {' or '.join(map(str, plan))}, or "
+                "name the seeds"
             )
         taken = taken[-1:]  # the earlier looks were taken when there were no more runs
     spending, enough = values.question.spending, None

@@ -67,7 +67,7 @@ def spent_alphas(first: int, most: int, seed: int = 0) -> tuple[float, ...]:
         ValueError: There are no such looks.
     """
     if not 2 <= first <= most:
-        raise ValueError(f"looks at {first} to {most} seeds: must be ascending, from 2")
+        raise ValueError(f"first={first}, most={most}: must be 2 <= first <= most")
     tests = _statistics(tuple(range(first, most + 1)), DRAWS, np.random.default_rng(seed))
     found: list[float] = []
     open_paths = np.ones(DRAWS, dtype=bool)

@@ -34,8 +34,8 @@ def judge(arm: Arm, baseline: Arm, question: Question) -> tuple[Verdict, list[Ou
     plan, arm, baseline = of_plan(arm, baseline)
     if plan is not None and question.looks:
         raise BadInput(
-            f"--looks {','.join(map(str, question.looks))}: {arm.label} has looks planned before "
-            f"its runs, at {plan.first} to {plan.most} seeds (until=decided); omit --looks"
+            f"--looks {','.join(map(str, question.looks))}: the runs of {arm.label} record "
+            f"verdicts planned at {plan.first} to {plan.most} seeds (until=decided); omit --looks"
         )
     if plan is not None:
         question = replace(question, looks=plan.looks, spending=True)
@@ -176,8 +176,9 @@ def _metric(proto: ProtoGroup, name: str, higher: bool | None) -> Metric:
     if len(found) > 1:
         (one, path), (other, another) = [*found.values()][:2]
         raise BadInput(
-            f"compare.metric={name}: runs contradict each other: {one.direction} is better "
-            f"({one.unit}) or {other.direction} ({other.unit}), in {path} and {another}"
+            f"compare.metric={name}: runs contradict each other: {path} records that "
+            f"{one.direction} is better (unit: {one.unit}), but {another} records that "
+            f"{other.direction} is better (unit: {other.unit})"
         )
     metric, path = next(iter(found.values()), (stated(name, bool(higher)), ""))
     if higher not in (None, metric.higher_is_better):

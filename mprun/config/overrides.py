@@ -194,7 +194,9 @@ def sweep_values(override: Override, options: list[str]) -> list[str]:
 def _check_range(override: Override, start: Decimal, stop: Decimal, step: Decimal) -> None:
     """Refuse a range without an end, or with too many values, before any of them is made."""
     if not step or not (start.is_finite() and stop.is_finite() and step.is_finite()):
-        raise BadInput(f"{override.input_line}: must have finite ends and a step other than 0")
+        raise BadInput(
+            f"{override.input_line}: the range needs finite ends and a step other than 0"
+        )
     if (count := math.ceil((stop - start) / step)) > MOST_RUNS:
         raise BadInput(
             f"{override.input_line}: {count:,} values, one run each; must be at most {MOST_RUNS:,} "

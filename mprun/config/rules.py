@@ -339,7 +339,8 @@ def _matmul(matmul: schema.MatmulConfig, mode: str) -> Iterator[str]:
     for field in ("granularity", "weight_granularity"):
         own = getattr(matmul, field)
         if own is not None and not re.fullmatch(r"none|tensor|row|[1-9]\d*x[1-9]\d*", own):
-            yield f"{key}.{field}={own}: must be one of none, tensor, row, or ROWSxCOLUMNS as 1x32"
+            must = "must be one of none, tensor, row, or ROWSxCOLUMNS like 1x32"
+            yield f"{key}.{field}={own}: {must}"
     if len(missing) == len(formats):
         needed = f"needs {key}.input, weight and grad_output, which precision={mode} lacks"
         yield from _set_without_use(matmul, key, _OF_CASTS, needed)

@@ -247,7 +247,7 @@ class ScalerConfig:
         None, "Smallest share of overflow steps that lowers the scale; null: 0 (every overflow)"
     )
     hold_at_floor: bool | None = setting(
-        None, "Whether to keep a scale that would fall to min_scale or below; false: use min_scale"
+        None, "Keep a scale that would fall to min_scale or below; null, false: use min_scale"
     )
     log_max: float | None = ranged(
         None, "Target for log2(largest scaled gradient), overflow_std_dev deviations above its mean"

@@ -133,11 +133,11 @@ def check_vouched(named: Mapping[str, Any], given: Vouched) -> None:
     ]
     if unknown:
         key, name = unknown[0]
-        why = f"{assignment(key, name)}: the run's record names a path, which is used"
+        why = f"{assignment(key, name)}: the run's record names this path, but mprun uses a path"
         if key in _CODE_KEYS:
-            why = f"{key}: the run's record names code, which runs"
+            why = f"{key}: the run's record names code, but mprun runs code"
         add = shlex.join(assignment(*one) for one in unknown)
-        raise Untrusted(f"{why} only if you also name it; if it is yours, add {add}")
+        raise Untrusted(f"{why} only if the command names it, too; if you trust it, add {add}")
 
 
 def say_own(record: Mapping[str, Any], given: Vouched) -> None:

@@ -89,8 +89,9 @@ class DatasetReader(Reader):
             image, again = (self._item(0, _HASHED)[0] for _ in range(2))
         if not torch.equal(image, again):
             raise DataError(
-                f"{self.where}[0]: differs when it is read again; random augmentation must use the "
-                f"global generators of torch, NumPy or random, and a stream must start again"
+                f"{self.where}[0]: a second reading gives another image. Random augmentation must "
+                f"use the global generators of torch, NumPy or random, and each iterator of a "
+                f"stream must start at its first item"
             )
         return image
 
@@ -179,7 +180,7 @@ class StreamReader(DatasetReader):
         while item is not _ENDED and self._position <= index:  # those of other processes
             item = self._next()
         if item is _ENDED:
-            raise self._wrong(f"ended after {self._position} items")
+            raise self._wrong(f"the stream ended after {self._position} items")
         return item
 
     def _begin(self, *key: int) -> None:
@@ -204,14 +205,14 @@ class StreamReader(DatasetReader):
         """Read the tail that fills no batch; raise DamagedData if the epoch has another length."""
         while self._next() is not _ENDED:
             if self._position > self.samples:
-                raise self._wrong("goes on")
+                raise self._wrong("the stream goes on")
         if self._position < self.samples:
-            raise self._wrong(f"ended after {self._position} items")
+            raise self._wrong(f"the stream ended after {self._position} items")
 
     def _wrong(self, what: str) -> DamagedData:
         epoch = self._epoch_of(*self._key)
         must = f"each epoch must have {self.samples} items (its length, or the one stated)"
-        return DamagedData(f"{self.where}: the stream {what} in epoch {epoch}; {must}")
+        return DamagedData(f"{self.where}: {what} in epoch {epoch}; {must}")
 
     def _epoch_of(self, *key: int) -> int:
         return key[2] if len(key) > 2 else 0

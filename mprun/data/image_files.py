@@ -232,9 +232,12 @@ def _classes(path: str) -> tuple[tuple[str, ...], int]:
     """Return the class folders in ``path``, sorted, and the number of ignored files."""
     folders, beside, ignored = _entries(path)
     if not folders:
-        hint = "; without labels: data.layout=flat" if beside else ""
-        found = "images but no class folders" if beside else "no class folders and no images"
-        raise DataError(f"data.root: {printable(path)}: {found} in it{hint}")
+        if beside:
+            hint = "for images without labels set data.layout=flat"
+            raise DataError(
+                f"data.root: {printable(path)}: contains images but no class folders; {hint}"
+            )
+        raise DataError(f"data.root: {printable(path)}: contains no class folders and no images")
     if beside:
         first = printable(min(image.path for image in beside))
         raise DamagedData(

@@ -95,7 +95,7 @@ def _rgb(image: Image.Image, name: str) -> Image.Image:
     if image.mode in _WIDE_GRAY:
         values = np.asarray(image).astype(np.int64)
         if values.min() < 0 or values.max() > 65535:
-            raise DamagedData(f"{name}: has gray values outside 0 ... 65535")
+            raise DamagedData(f"{name}: gray values must be from 0 to 65535")
         image = Image.fromarray(((values + 128) // 257).astype(np.uint8))
     # Copying an RGB image would cost 0.1 ms for a photograph of 500 x 400.
     return image if image.mode == "RGB" else image.convert("RGB")
@@ -163,7 +163,7 @@ class ImageReader(Reader):
                         f"{error}; the {len(tried) - 1} files tried before cannot be used either; "
                         f"data.on_corrupt=skip replaces at most {self.most_replaced} files"
                     ) from None
-        raise AssertionError("the last replacement that is tried ends the run")
+        raise AssertionError("the loop above must return an image or raise DamagedData")
 
 
 class ImageFolder(LoadedSource):

@@ -45,7 +45,7 @@ def find_text_files(root: str | Path, splits: tuple[str, ...]) -> dict[str, Path
         known = {pattern.format(name): pattern for pattern in _PATTERNS for name in _NAMES[split]}
         candidates = [name for name in present if name in known]
         if not candidates:
-            raise DataError(f"data.root={root}: no {split} split, {_wanted(split, present)}")
+            raise DataError(f"data.root={root}: has no {split} split: {_wanted(split, present)}")
         if len(candidates) > 1:
             names = ", ".join(candidates)
             raise DamagedData(f"{root}: several files of the {split} split; keep only one: {names}")
@@ -53,7 +53,7 @@ def find_text_files(root: str | Path, splits: tuple[str, ...]) -> dict[str, Path
         patterns.add(known[candidates[0]])
     if len(patterns) > 1:
         names = " and ".join(path.name for path in found.values())
-        raise DamagedData(f"{root}: {names} have names of parts of different texts")
+        raise DamagedData(f"{root}: {names} are named like parts of different texts")
     return found
 
 
@@ -62,7 +62,7 @@ def _wanted(split: str, present: list[str]) -> str:
     others = ", ".join(_NAMES[split][1:])
     also = f" (or {others} for {split})" if others else ""
     listed = ", ".join(present[:5]) + (", ..." if len(present) > 5 else "")
-    return f"which is one of {wanted}{also}; found {listed or 'no file'}"
+    return f"its file must be one of {wanted}{also}; found {listed or 'no file'}"
 
 
 class EncodedText(TokenStreams):

@@ -119,8 +119,9 @@ class EncodedFile(TokenFile):
         if headed is not None:
             if version != known or self.bytes < _HEADER_BYTES:
                 raise DamagedData(
-                    f"{self.path}: the header of magic {magic} has version {version} in a file of "
-                    f"{self.bytes} bytes, must have version {known} and {_HEADER_BYTES} bytes"
+                    f"{self.path}: a header with magic number {magic} must have {_HEADER_BYTES} "
+                    f"bytes and version {known}, but the file has {self.bytes} bytes and version "
+                    f"{version}"
                 )
             return version, promised, headed
         what = next((what for begin, what in _OTHER_FILES.items() if content.startswith(begin)), "")

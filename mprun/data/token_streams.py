@@ -104,8 +104,10 @@ class TokenStreams(Source):
                 f"their product is at most {self.train_tokens}, the number of training tokens"
             )
         if self.eval_tokens <= EVAL_STREAMS:
-            few = f"{self.eval_tokens} held-out tokens are too few"
-            raise DataError(f"{few}: more than {EVAL_STREAMS} are needed")
+            raise DataError(
+                f"{self.eval_tokens} held-out tokens are too few: more than {EVAL_STREAMS} "
+                "held-out tokens are needed"
+            )
         self.samples_per_batch = batch_size * sequence_length
         self._serving, self._windows, self._sequence_length = serving, windows, sequence_length
         self._stride = self.train_tokens // batch_size

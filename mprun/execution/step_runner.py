@@ -103,7 +103,7 @@ class LearningRate:
                 name = type(waits[0]).__name__
                 raise BadInput(
                     f"optim.schedule: {name} without a fused kernel reads its learning rate on "
-                    "the host, which cannot count skipped updates; use optim=adamw, "
+                    "the host, but the host cannot count skipped updates; use optim=adamw, "
                     "optim.schedule=constant or scaler=none"
                 )
             return None

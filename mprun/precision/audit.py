@@ -268,8 +268,8 @@ class Audit(TorchDispatchMode):
         for name, value in read_math_flags().items():
             if name.startswith("cu") and name.endswith("fp32_precision") and value != wanted:
                 raise Contradiction(
-                    f"precision={self.forward_context.policy.name}: torch.backends.{name} was set "
-                    f"to {value!r} later; must stay {wanted!r}"
+                    f"precision={self.forward_context.policy.name}: torch.backends.{name} was "
+                    f"changed to {value!r} during the run; must stay {wanted!r}"
                 )
 
     def _refuse(self, operation: str, dtype: torch.dtype) -> None:

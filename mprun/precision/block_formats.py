@@ -70,7 +70,7 @@ def block_of(granularity: str) -> Block:
         return _NAMED_BLOCKS[granularity]
     sizes = [int(size) if size.isdecimal() else 0 for size in str(granularity).split("x")]
     if len(sizes) != 2 or 0 in sizes:
-        raise ValueError(f"must be one of {', '.join(_NAMED_BLOCKS)}, or ROWSxCOLUMNS as 1x32")
+        raise ValueError(f"must be one of {', '.join(_NAMED_BLOCKS)}, or ROWSxCOLUMNS like 1x32")
     return sizes[0], sizes[1]
 
 

@@ -170,8 +170,8 @@ def refuse_signed(saved: Mapping[str, Any], keys: Iterable[str]) -> None:
         signed = name + SCALE in known and name not in saved.get("unsigned", ())
         if signed and formats.of(name) == "dynamic8":
             raise ValueError(
-                f"optimizer state {name} in dynamic8 must be without a sign; an earlier version "
-                "of mprun has saved this state, so begin a new run"
+                f"optimizer state {name} in dynamic8 must be stored without a sign bit; an earlier "
+                "version of mprun has saved it with one, so begin a new run"
             )
 
 

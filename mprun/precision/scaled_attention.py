@@ -118,7 +118,7 @@ class InScaledAttention(TorchFunctionMode):
         if dropout_p:
             raise ValueError(
                 f"precision.attention.format={self._how.format.name}: dropout_p={dropout_p} is not "
-                "emulated; must be 0, or the module in fp32 (overrides)"
+                "emulated; set dropout_p=0, or keep the module in fp32 (precision.overrides)"
             )
         if attn_mask is not None and attn_mask.is_floating_point():
             attn_mask = attn_mask.to(query.dtype)  # as torch's kernels want it
@@ -134,8 +134,8 @@ def refuse_hidden(model: nn.Module, how: ScaledAttention) -> None:
         if isinstance(module, nn.MultiheadAttention):
             raise ValueError(
                 f"precision.attention.format={how.format.name}: {name or 'the model'} is an "
-                f"{type(module).__name__}, which computes inside of torch; must call "
-                "F.scaled_dot_product_attention"
+                f"{type(module).__name__}, in which mprun cannot cast the operands; use a module "
+                "that calls F.scaled_dot_product_attention"
             )
 
 

@@ -248,8 +248,10 @@ def chosen_products(
     names = _in_order(model, linears, weights)
     if not names:
         asked = f"precision={mode}: " if mode else ""
-        why = f"its linear layers multiply in {formats}, and the model has none"
-        raise ValueError(f"{asked}{why} (allowed: modes in 16 or 32 bits)")
+        raise ValueError(
+            f"{asked}linear layers of the mode multiply in {formats}, but the model has none "
+            "(allowed: modes in 16 or 32 bits)"
+        )
     everything = [*dict(model.named_modules())]
     outputs = output_layers(model)
     choosing = routers(model, linears, weights)
@@ -269,7 +271,7 @@ def chosen_products(
                 matched = [name for name in names if name.startswith(tuple(around))]
         if not matched:
             known = ", ".join(names[:3])
-            raise ValueError(f"{key}: {pattern!r} matches no nn.Linear; some: {known}")
+            raise ValueError(f"{key}: {pattern!r} matches no nn.Linear; the model has {known}")
         if plain != pattern:
             found = {name: None for name in found if name not in matched}
         else:

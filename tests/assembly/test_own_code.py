@@ -263,7 +263,7 @@ def own_modules(tmp_path, monkeypatch):
         # the source
         ("data.factory=owncode:incomplete", "returned a object without train_batch"),
         ("data.factory=owncode:no_hash", "sha256 of its source is None"),
-        ("data.factory=owncode:no_name", "description of its source|name"),
+        ("data.factory=owncode:no_name", "description of the returned source|name"),
         ("data.factory=owncode:a_float", "batches_per_epoch of its source is 4.0"),
         ("data.factory=owncode:impure", "train_batch(0) of its source differs"),
         ("data.factory=owncode:doubles", "train_batch(0)|float64|must be float32"),
@@ -294,10 +294,10 @@ def own_modules(tmp_path, monkeypatch):
         ("model.factory=owncode:half", "is torch.float16; build the network in float32"),
         ("model.factory=owncode:lazy", "1.weight is a lazy layer"),
         ("model.factory=owncode:empty", "no parameter to train"),
-        ("model.factory=owncode:few", "forward returned float32 [2, 2], must be|[2, 3]"),
+        ("model.factory=owncode:few", "forward must return|[2, 3], but returned float32 [2, 2]"),
         ("model.factory=owncode:fails", "forward of float32 [2, 1, 8, 8] in FP32: RuntimeError"),
-        ("model.factory=owncode:pair", "returned a tuple, must be a torch.nn.Module"),
-        ("model.task=gan", "returned a Mixed, must be (generator, discriminator)"),
+        ("model.factory=owncode:pair", "must return a torch.nn.Module, not a tuple"),
+        ("model.task=gan", "must return (generator, discriminator), not a Mixed"),
         ("model.factory=owncode:pair model.task=gan", "generator of float32 [2, 100]"),
         (
             "model.factory=owncode:pair model.task=gan model.latent_size=5 model.options.size=4",
@@ -323,7 +323,7 @@ def test_images_what_does_not_fit_is_one_line(overrides, wanted, capsys, tmp_pat
     ("network", "wanted"),
     [
         ("no_state", "TypeError"),
-        ("bare_state", "returned float32 [1, 2, 8] as state, must be a tuple of tensors"),
+        ("bare_state", "as a tuple of tensors (empty|returned float32 [1, 2, 8] as state"),
         ("mixed", "AttributeError|num_classes"),
     ],
 )

@@ -200,7 +200,7 @@ CASES = [
     ("optim=muon optim.newton_schulz_dtype=fp8", "must be one of bf16, fp16, fp32\n"),
     (
         "model=dcgan precision=nvfp4",
-        "precision=nvfp4: its linear layers multiply in E2M1, and the model has none (allowed: ",
+        "precision=nvfp4: linear layers of the mode multiply in E2M1, but the model has none (",
     ),
     (
         "model=gpt precision=mxfp8 \"precision.matmul.modules=['!last x%']\"",

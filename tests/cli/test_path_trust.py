@@ -63,7 +63,9 @@ def edit(run: Path, **data) -> None:
 def test_a_record_can_make_no_command_read_or_write_elsewhere(arguments, run, folder, capsys):
     edit(run, cache=str(folder / "elsewhere"))
     line = refused(capsys, *arguments, ROOT)
-    assert line.startswith(f"mprun: data.cache={folder}/elsewhere: the run's record names a path")
+    assert line.startswith(
+        f"mprun: data.cache={folder}/elsewhere: the run's record names this path"
+    )
     assert line.endswith(f"add data.cache={folder}/elsewhere\n")
     assert not (folder / "elsewhere").exists()
     # Every path has to be named, not one of them.
@@ -165,8 +167,10 @@ def test_a_path_may_hold_any_character(name, folder, capsys):
     own = [word for word in RUN if word not in NAMED]
     assert main([*options, *own, *places, "experiment=own", f"output_dir={run}"]) == 0
     assert any((folder / name / "cache").iterdir())
-    line = refused(capsys, f"resume={run}", "train.steps=5", says="the run's record names a path")
-    words = shlex.split(line.partition("if it is yours, add ")[2])
+    line = refused(
+        capsys, f"resume={run}", "train.steps=5", says="the run's record names this path"
+    )
+    words = shlex.split(line.partition("if you trust it, add ")[2])
     if "\n" not in name:  # which a line cannot show
         assert main([f"resume={run}", "train.steps=5", *words]) == 0
     assert main([f"resume={run}", "train.steps=6", *places]) == 0

@@ -145,7 +145,7 @@ def test_one_look_spends_all():
 
 @pytest.mark.parametrize("looks", [(1, 5), (5, 4)])
 def test_looks_that_spend_nothing(looks):
-    with pytest.raises(ValueError, match=r"looks at \d to \d seeds"):
+    with pytest.raises(ValueError, match=r"first=\d, most=\d: must be 2"):
         spent_alphas(*looks)
 
 

@@ -209,7 +209,10 @@ def test_what_lies_outside_of_a_run():
 @pytest.mark.parametrize(
     ("named", "words"),
     [
-        ({"data.root": "/d"}, "data.root=/d: the run's record names a path, which is used only if"),
+        (
+            {"data.root": "/d"},
+            "data.root=/d: the run's record names this path, but mprun uses a path only if",
+        ),
         # The name of a module of mprun, which needs no naming, is one of code alone.
         ({"data.cache": "mprun.models./../../etc"}, "data.cache=mprun.models./../../etc: the run"),
         ({"data.options.x": "/d"}, "add data.options.x=/d"),

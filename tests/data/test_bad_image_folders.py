@@ -115,16 +115,16 @@ def wrong_root(message, root, **options):
 
 def test_a_held_out_split_without_class_folders(tmp_path):
     loose_in_val(split_folders(tmp_path, {"a": 1, "b": 1}))
-    wrong_root(f"{tmp_path}/val: images but no class folders", tmp_path)
+    wrong_root(f"{tmp_path}/val: contains images but no class folders", tmp_path)
 
 
 def test_folders_without_splits(tmp_path):
-    wrong_root(f"{tmp_path}: no class folders and no images in it", tmp_path)
+    wrong_root(f"{tmp_path}: contains no class folders and no images", tmp_path)
     refused(f"{tmp_path}: no images in it", tmp_path, layout="flat")
     refused(f"{tmp_path}/gone: cannot be listed: No such file", tmp_path / "gone")
     image(tmp_path, "1.jpg")
-    loose = f"{tmp_path}: images but no class folders in it; without labels: data.layout="
-    wrong_root(loose, tmp_path)
+    loose = f"{tmp_path}: contains images but no class folders; for images without labels set "
+    wrong_root(f"{loose}data.layout=", tmp_path)
     (tmp_path / "1.jpg").unlink()
     class_folders(tmp_path, {"a": 1, "b": 1})
     refused(f"{tmp_path}: 2 images are too few", tmp_path, eval_share=0.001)

@@ -155,7 +155,7 @@ def test_chances_from_elsewhere_are_refused():
         def __getitem__(self, index):
             return torch.from_numpy(np.random.default_rng().random((1, 2, 2))), 0
 
-    with pytest.raises(DataError, match=r"train\[0\]: differs when it is read again"):
+    with pytest.raises(DataError, match=r"train\[0\]: a second reading gives another image"):
         source(Entropy())
 
 

@@ -147,7 +147,7 @@ class Once(IterableDataset):
         ([(torch.zeros(2, 4, 4), 0)] * 3, {"train_samples": 3}, ValueError, "train_samples=3"),
         (Stream(), {"train_samples": 0}, DataError, "train: no item"),
         (Stream(), {"batch_size": 21}, ValueError, "batch_size=21"),
-        (Once(), {"train_samples": 20}, DataError, "train[0]: differs when it is read again"),
+        (Once(), {"train_samples": 20}, DataError, "train[0]: a second reading gives another"),
     ],
 )
 def test_what_is_refused(train, changes, error, told):

@@ -41,7 +41,8 @@ def test_only_the_splits_asked_for_are_needed(tmp_path):
     with pytest.raises(DataError) as caught:
         find_text_files(tmp_path, ("train", "valid"))
     assert caught.type is DataError and str(caught.value) == (
-        f"data.root={tmp_path}: no valid split, which is one of wiki.valid.tokens, wiki.valid.raw, "
+        f"data.root={tmp_path}: has no valid split: its file must be one of wiki.valid.tokens, "
+        "wiki.valid.raw, "
         "ptb.valid.txt, valid.txt, valid.tokens (or validation, val, dev for valid); found "
         "test.txt, train.txt"
     )
@@ -52,7 +53,7 @@ def test_only_the_splits_asked_for_are_needed(tmp_path):
     [
         (
             ["wiki.train.tokens", "ptb.valid.txt"],
-            "wiki.train.tokens and ptb.valid.txt have names of parts of different texts",
+            "wiki.train.tokens and ptb.valid.txt are named like parts of different texts",
         ),
         (
             ["wiki.train.tokens", "wiki.train.raw", "valid.txt"],

@@ -134,11 +134,11 @@ def test_a_token_beyond_the_vocabulary_is_named_where_it_is_read(folder):
         ),
         (
             lambda root: write(root / "train.bin", TRAIN, (20240520, 2, 103)),
-            "train.bin: the header of magic 20240520 has version 2 in a file of 1230 bytes, must ",
+            "train.bin: a header with magic number 20240520 must have 1024 bytes and version 1, but ",
         ),
         (
             lambda root: (root / "val.bin").write_bytes(np.array([20240520, 1, 9], "<i4")),
-            "val.bin: the header of magic 20240520 has version 1 in a file of 12 bytes, must have",
+            "and version 1, but the file has 12 bytes and version 1",
         ),
         (
             lambda root: (root / "val.bin").write_bytes(b"\x01\x00\x02"),

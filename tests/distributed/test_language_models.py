@@ -78,5 +78,5 @@ def test_saved_on_two_ranks_resumed_on_three(tmp_path):
 
 def test_a_state_where_none_was_said_to_be(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    says = "returned a state of 1 tensors, must be () with model.carries_state=false"
+    says = "return () as state with model.carries_state=false, but returned a state of 1 tensors"
     refused(capsys, *OWN, "model.options.kept=1", "device=cpu", says=says)

@@ -341,7 +341,7 @@ def test_what_is_not_finite_does_not_become_finite(form):
 )
 def test_codes_with_the_sign_of_earlier_versions_are_refused(rule, name):
     """Only dynamic8 has other codes without a sign; a state of today says so."""
-    says = f"optimizer state {name} in dynamic8 must be without a sign"
+    says = f"optimizer state {name} in dynamic8 must be stored without a sign bit"
     for form in FORMATS:
         learner = trained(form, 2, rule)
         saved, of_script = learner.state_dict(), learner.optimizer.state_dict()

@@ -344,7 +344,7 @@ class Inside(nn.Module):
 
 def test_what_is_not_emulated_is_refused():
     with pytest.raises(
-        ValueError, match=r"format=e4m3: .*dropout_p=0.1 is not emulated; must be 0, or"
+        ValueError, match=r"format=e4m3: .*dropout_p=0.1 is not emulated; set dropout_p=0, or"
     ):
         stepped(*prepared(dropout=0.1))
     with pytest.raises(ValueError, match=r"0.own is an MultiheadAttention, .*; must call F.scaled"):

@@ -274,7 +274,7 @@ class Two(nn.Module):
         (("!in*", "inner.0"), {}, ["inner.0"]),
         (("*", "!middle"), {}, "'!middle' matches no nn.Linear"),
         (("!last 15%",), {}, ["inputs"]),
-        (("middle",), {}, "'middle' matches no nn.Linear; some: inputs, inner.0, output"),
+        (("middle",), {}, "'middle' matches no nn.Linear; the model has inputs, inner.0, output"),
         (("out*",), {}, "no nn.Linear is left to compute in E4M3/E5M2; output, the output layer"),
         (("inputs",), {"inputs": torch.float32}, []),
         (("!*",), {}, "no nn.Linear is left .*; patterns with ! take all of them out"),

@@ -69,5 +69,5 @@ def test_a_network_of_one_s_own_may_have_them(build_run, tmp_path, monkeypatch):
     task = build_run(*own, "model.aux_weight=0.5").task
     reported, propagated = task.loss(next(task.load(0)))
     assert reported < propagated < 2 * reported
-    with pytest.raises(BadInput, match="must be floating logits"):
+    with pytest.raises(BadInput, match="must return floating-point logits"):
         build_run(*own, "+model.options.always=true")

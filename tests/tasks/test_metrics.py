@@ -383,7 +383,9 @@ def test_runs_and_command_that_contradict_each_other_are_refused(tmp_path, capsy
     run.write_text(run.read_text().replace('"higher_is_better": true', '"higher_is_better": false'))
     assert main(words) == 2
     error = capsys.readouterr().err
-    assert "f1: runs contradict each other: more is better (fraction) or less (" in error
+    assert (
+        "f1: runs contradict each other: " in error and "more is better (unit: fraction)" in error
+    )
     assert not comparable(tmp_path)
 
 

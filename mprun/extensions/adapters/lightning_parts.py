@@ -117,7 +117,7 @@ class RunPart(RunCallback):
         }
         seed = os.environ.get("PL_GLOBAL_SEED") if self.seed is None else self.seed
         if seed is None:
-            raise ValueError("seed=None: call seed_everything(...) before, or pass seed=")
+            raise ValueError("seed=None: pass seed=, or call seed_everything(...) before the fit")
         self.begin(trainer.optimizers, config, int(seed))
         self._taken, self._batches = _taken(trainer), 0
 

@@ -79,7 +79,7 @@ def bench_parser(what: str = _WHAT) -> Arguments:
     add("--windows", type=number("--windows", 1, 1000, whole=True), default=5, metavar="N",
         help="number of time windows measured for each contender (5)")  # fmt: skip
     add("--steps-per-window", type=number("--steps-per-window", 1, 10_000, whole=True),
-        metavar="K", help="number of steps in a time window (enough for 0.3 s)")  # fmt: skip
+        metavar="K", help="number of steps in a time window (as many as take 0.3 s)")  # fmt: skip
     add("--end-to-end", action="store_true",
         help="also measure steps that load the data of the configuration")  # fmt: skip
     add("--plain", action="store_true",

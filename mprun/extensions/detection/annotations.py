@@ -59,7 +59,7 @@ def read_annotation(path: str) -> Objects:
 def _objects(root: ElementTree.Element) -> Objects:
     width, height = (int(_number(root, f"size/{side}")) for side in ("width", "height"))
     if width < 1 or height < 1:
-        raise ValueError(f"the image has {width} x {height} pixels")
+        raise ValueError(f"the image has {width} x {height} pixels, must have at least 1 x 1")
     rows = []
     for count, found in enumerate(root.findall("object"), start=1):
         name = _text(found, "name")
@@ -190,23 +190,26 @@ def read_instances(path: str) -> Instances:
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise DamagedData(f"{shown}: is not an instances file of COCO: {error}") from None
     unique: dict[str, list[Any]] = {
-        "categories have the id": [own.id for own in found.categories],
-        "images have the id": [own.id for own in found.images],
-        "images have the file_name": [own.file_name for own in found.images],
+        "id of a category": [own.id for own in found.categories],
+        "id of an image": [own.id for own in found.images],
+        "file_name of an image": [own.file_name for own in found.images],
     }
     for what, values in unique.items():
         if twice := first_repeated(values):
-            raise DamagedData(f"{shown}: two {what} {printable(str(twice[0]))}")
+            value = printable(str(twice[0]))
+            raise DamagedData(f"{shown}: each {what} must be unique, but {value} occurs twice")
     for image in found.images:
         if not (0 < image.width <= MAX_SIDE and 0 < image.height <= MAX_SIDE):
-            size = f"{image.width} x {image.height}"
             raise DamagedData(
-                f"{shown}: image {image.id} has {size} pixels according to this file; both must "
-                "be above 0"
+                f"{shown}: gives image {image.id} {image.width} x {image.height} pixels; width and "
+                f"height must be from 1 to {MAX_SIDE}"
             )
         name = image.file_name
         if os.path.isabs(name) or ".." in name.split("/") or "\0" in name:
-            raise DamagedData(f"{shown}: {printable(name)!r} must be a name below its folder")
+            shown_name = printable(name)
+            raise DamagedData(
+                f"{shown}: the file_name {shown_name!r} must be a path inside the image folder"
+            )
     found.categories.sort(key=lambda own: own.id)
     return found
 

@@ -205,7 +205,7 @@ def advise(
     """
     used = [r for r in records if not r.skipped and any(o.tensors for o in r.learners.values())]
     if not used:
-        raise BadInput("advice needs a probe of a step that was not skipped (numerics=probes)")
+        raise BadInput("advice needs a probe of a step without a skip; train with numerics=probes")
     gradients = {kind: _gradients(used, kind, layout) for kind in GRADIENT_KINDS}
     kept, keep, largest = _kept(used, layout, narrow)
     scaling = _loss_scaling(gradients, share, layout, _between(used, layout, kept))

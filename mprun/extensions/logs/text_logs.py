@@ -151,7 +151,8 @@ def in_words(wanted: Wanted) -> tuple[list[str], list[Row]]:
                 if len(set(found)) > 1:
                     both = " and ".join(found)
                     raise BadInput(
-                        f"{wanted.path}: {where}: {wanted.scalar} is {both}: must have one value"
+                        f"{wanted.path}: {where}: {wanted.scalar} has the values {both}; must have "
+                        "one value"
                     )
                 kind = part_of(line[: first.start()])
                 rows.append((where, {name: at[1], LINE: kind, scalar: first[1]}))

@@ -153,7 +153,7 @@ class Wanted:
                 if end - counted[-1] > np.diff(counted, prepend=counted[0]).max():
                     raise BadInput(
                         f"{self.path}: {after[0][0]}: from here to step {end:g} {name!r} has no "
-                        "value; remove these rows, or write nan where it was not finite"
+                        "value; remove these rows, or write nan for values that were not finite"
                     )
             logs.append(Log(self.path, run, points, steps, named, places))
         return logs
@@ -166,7 +166,7 @@ class Wanted:
                     f"{self.path}: --scalar {self.scalar}: has rows with several values of "
                     f"{key!r} ({listed(found)}); choose one, e.g. --scalar "
                     f"{found[-1]}/{self.scalar}. "
-                    "If they are one curve, remove this field"
+                    f"If all these rows are one curve, remove the field {key!r}"
                 )
 
     def _numbers(self, cells: Sequence[tuple[str, Any]]) -> list[float]:
@@ -189,8 +189,8 @@ class Wanted:
         if all(_OF_THOUSANDS.fullmatch(cell) for _, cell in commas):
             where, cell = commas[0]
             raise BadInput(
-                f"{self.path}: {where}: {cell!r} is {cell.replace(',', '')} or "
-                f"{cell.replace(',', '.')}, and no other number shows which; write it with a point"
+                f"{self.path}: {where}: {cell!r} may mean {cell.replace(',', '')} or "
+                f"{cell.replace(',', '.')}, and no other number shows which; write a decimal point"
             )
         self.notes.append("numbers are read as written like 0,5")
         return numbers
@@ -282,8 +282,8 @@ def in_order(log: Log) -> None:
         if step == last:
             raise BadInput(
                 f"{log.name}: step {step:g} has two values, {old:g} in {before} and {value:g} in "
-                f"{where}: there may be two curves of one name. Give each its own name or log, or "
-                f"name the column of steps with --step COLUMN"
+                f"{where}: there may be two curves of one name. Give each curve its own name or "
+                f"log, or name the column of steps with --step COLUMN"
             )
         if step < last:
             if step <= steps[0]:
@@ -326,9 +326,9 @@ def _refuse_another_curve(log: Log, kept: Sequence[float], backwards: Sequence[_
         come = sum(step <= one <= last for one in kept)
         if max(gone, come) > 2 * min(gone, come) + 2:
             raise BadInput(
-                f"{log.name}: {where}: goes back to step {step:g} after {last:g}, with {come} "
-                f"values for {gone}. There may be another curve of that name; give each curve "
-                f"its own log"
+                f"{log.name}: {where}: goes back to step {step:g} after {last:g}, and has {come} "
+                f"values where it had {gone} before. The log may hold two curves of one name; give "
+                f"each curve its own log"
             )
 
 

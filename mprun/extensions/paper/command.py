@@ -164,19 +164,19 @@ def _options(arguments: list[str]) -> Namespace:
         "words",
         nargs="*",
         metavar="RUNS|KEY=VALUE",
-        help="see above; KEY=VALUE sets a key of the configuration, as for a run",
+        help="runs to judge; KEY=VALUE sets a key of the configuration, as for a run",
     )
     add("--only", type=names("--only"), metavar="A,B", help=f"run these: {', '.join(_NAMES)}")
-    what = f"of every run, such as 0-4,7 (held-out ones: {seeds_text(held_out())}; full scale: 0)"
+    what = f"seeds of every run, such as 0-4,7 (small: {seeds_text(held_out())}; full: 0)"
     add("--seeds", metavar="SEEDS", help=what)
     add(
         "--scale",
         default="small",
         metavar="|".join(SCALES),
-        help="train small runs on embedded data, or train the full recipes",
+        help="small: short runs on data that mprun contains; full: the published recipes",
     )
     add("--list", action="store_true", help="list the rows of --only, and run nothing")
-    what = "full scale: the folder that holds the data of every recipe, a folder each"
+    what = "with --scale full: folder that contains one folder of data for each recipe"
     add("--data-root", type=Path, metavar="DIR", help=what)
     processes = number("-j", 1, 1024, "a number of processes", whole=True)
     add(
@@ -184,7 +184,7 @@ def _options(arguments: list[str]) -> Namespace:
         "--jobs",
         type=processes,
         metavar="N",
-        help="number of runs at the same time (small: one per core)",
+        help="number of runs at the same time (with --scale small: one per core)",
     )
     what = "folder of the runs and of the page (outputs/paper; with RUNS: compare/ beside them)"
     add("--out", type=Path, metavar="DIR", help=what)
@@ -203,7 +203,10 @@ def _options(arguments: list[str]) -> Namespace:
         if name not in _NAMES:
             raise BadInput(f"--only {name}: must be among {', '.join(_NAMES)}")
     if options.data_root is not None and options.scale == "small":
-        raise BadInput(f"--data-root {options.data_root}: small runs use embedded data")
+        asked = f"--data-root {options.data_root}"
+        raise BadInput(
+            f"{asked}: is only allowed with --scale full; small runs have their own data"
+        )
     if options.data_root is not None and not options.data_root.is_dir():
         raise BadInput(f"--data-root {options.data_root}: {no_folder(options.data_root)}")
     if options.out is None and not options.runs:

@@ -189,8 +189,8 @@ class Alphabet:
                 raise ValueError(f"{key}: cannot be read: {error}") from error
             for number, line in enumerate(lines, start=1):
                 if len(line) != 1:
-                    have = f"has {len(line)} characters, must have one"
-                    raise ValueError(f"{key}: line {number} {have}")
+                    count = len(line)
+                    raise ValueError(f"{key}: line {number} has {count} characters, must have one")
                 found += line
         if not found:
             raise ValueError(f"{key}: contains no character")
@@ -262,12 +262,13 @@ def shapes(data: Any) -> tuple[tuple[int, ...], tuple[int, ...], dict[str, int]]
     """
     if data.max_seconds is None:
         raise BadInput(
-            f"data.max_seconds=null: data={data.name} has its lengths in files, and a roofline "
-            "reads no files; set data.max_seconds=N"
+            f"data.max_seconds=null: only the files of data={data.name} tell the longest "
+            "utterance, and bench --roofline reads no files; set data.max_seconds=N"
         )
     if data.alphabet_file is not None:
         raise BadInput(
-            f"data.alphabet_file={data.alphabet_file}: a roofline reads no files; set data.alphabet"
+            f"data.alphabet_file={data.alphabet_file}: bench --roofline reads no files; set "
+            "data.alphabet"
         )
     spectrogram = Spectrogram(data.sample_rate, data.window_ms, data.hop_ms)
     sizes = {"frequencies": spectrogram.frequencies, "num_symbols": len(data.alphabet) + 1}
@@ -304,8 +305,8 @@ def _checked(
         text = one.text.lower() if lower else one.text
         if unknown := sorted(set(text) - codes.keys()):
             raise DamagedData(
-                f"{one.where}: {unknown[0]!r} of its text is not in the alphabet (data.alphabet, "
-                "data.alphabet_file, data.lower)"
+                f"{one.where}: the text contains {unknown[0]!r}, which is not in the alphabet "
+                "(data.alphabet, data.alphabet_file, data.lower)"
             )
         with reading(f"{one.where}: {printable(one.audio)} cannot be read"):
             size = os.path.getsize(one.audio)

@@ -59,9 +59,11 @@ class Subwords(Coder):
             lacks = f"is read by {name} (pip install 'mprun[subword]'): {error}"
             raise ValueError(f"tokenizer={path}: {lacks}") from error
         except Exception as error:  # the libraries raise Exception itself, or RuntimeError
-            allowed = "must be a tokenizer.json or a model of sentencepiece"
             why = " ".join(str(error).split())
-            raise ValueError(f"tokenizer={path}: {allowed} ({name}: {why})") from error
+            raise ValueError(
+                f"tokenizer={path}: must be a tokenizer.json or a model of sentencepiece ({name}: "
+                f"{why})"
+            ) from error
         self.vocabulary, self._shift = symbols + self._library.vocabulary, len(symbols)
         self.entries = len(self.vocabulary)
         self._seen: set[str] = set()
@@ -91,7 +93,8 @@ class Subwords(Coder):
         self._seen |= new
         try:
             if lost := sorted(filter(self._library.loses, new)):
-                raise ValueError(f"it would drop {lost[0]!r} (U+{ord(lost[0]):04X}) silently")
+                code = f"U+{ord(lost[0]):04X}"
+                raise ValueError(f"the tokenizer would silently drop {lost[0]!r} ({code})")
             found = self._library.encode(lines)
         except Exception as error:
             why = " ".join(str(error).split())

@@ -266,8 +266,8 @@ def find_pair_files(root: str | Path, split: str, languages: tuple[str, str]) ->
     wanted = " and ".join(f"{split}.{language}" for language in languages)
     alone = f" ({halves[0]} has no other side)" if halves else ""
     raise DataError(
-        f"{root}: no {split} split{alone}: {wanted}, or {split}.tsv, each with .gz too; {split} "
-        f"may also be named {', '.join(_NAMES[split][1:])}"
+        f"{root}: has no {split} split{alone}: it needs {wanted}, or {split}.tsv. Names may also "
+        f"end in .gz, and may begin with {', '.join(_NAMES[split][1:])} instead of {split}"
     )
 
 

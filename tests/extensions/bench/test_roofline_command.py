@@ -76,7 +76,7 @@ def test_modes_that_a_gpu_lacks_are_left_out_with_the_reason(capsys):
         (["--ranks", "8,x", "--link", "nvlink"], "--ranks x: must be"),
         (
             ["--ranks", "8,12", "--link", "nvlink"],
-            "--ranks 12 --link nvlink: its nodes have 8 GPUs",
+            "--ranks 12 --link nvlink: a node with this link has 8 GPUs",
         ),
         (["--ranks", "8"], "--ranks 8: needs --link (allowed: nvlink, nvlink3, 100gbe, 25gbe, or"),
         (["--link", "nvlink"], "--link nvlink: is only allowed with --ranks"),

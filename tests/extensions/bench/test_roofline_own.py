@@ -94,7 +94,9 @@ def test_own_transformer(networks):
 
 def test_own_network_that_looks_at_values_is_refused_in_one_line(networks):
     looking = (*networks, "++model.options.looks=true", "data=synthetic_images")
-    with raises_line(BadInput, "needs values, so it cannot be counted", "counted_networks.py"):
+    with raises_line(
+        BadInput, "values of tensors, so its operations cannot be counted", "counted_networks.py"
+    ):
         count(looking, "fp32")
 
 

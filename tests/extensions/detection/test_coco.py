@@ -87,15 +87,24 @@ def test_boxes_classes_and_crowds(tmp_path):
         ({"categories": CATEGORIES[:2]}, "its categories must be those of train2017"),
         (
             {"images": [{"id": 100, "file_name": "../a.jpg", "width": 60, "height": 40}]},
-            "must be a name below its folder",
+            "must be a path inside the image folder",
         ),
         ({"images": []}, "has image_id 100"),
-        ({"images": 2 * [IMAGE]}, "instances_val2017.json: two images have the id 100"),
-        ({"images": [IMAGE, IMAGE | {"id": 5}]}, "two images have the file_name 000000000000.jpg"),
-        ({"categories": [*CATEGORIES, CATEGORIES[0]]}, "two categories have the id 18"),
-        ({"images": [IMAGE | {"height": 0}]}, "image 100 has 60 x 0 pixels"),
+        (
+            {"images": 2 * [IMAGE]},
+            "instances_val2017.json: each id of an image must be unique, but 100 occurs",
+        ),
+        (
+            {"images": [IMAGE, IMAGE | {"id": 5}]},
+            "each file_name of an image must be unique, but 000000000000.jpg",
+        ),
+        (
+            {"categories": [*CATEGORIES, CATEGORIES[0]]},
+            "each id of a category must be unique, but 18 occurs twice",
+        ),
+        ({"images": [IMAGE | {"height": 0}]}, "gives image 100 60 x 0 pixels"),
         ({"images": [IMAGE | {"width": 10**30}]}, "instances_val2017.json: "),
-        ({"images": [IMAGE | {"file_name": "a\0.jpg"}]}, "must be a name below its folder"),
+        ({"images": [IMAGE | {"file_name": "a\0.jpg"}]}, "must be a path inside the image folder"),
     ],
 )
 def test_damage_is_one_line(tmp_path, changed, says):

@@ -258,7 +258,7 @@ BAD = {
     "amp precision=amp": "precision=amp: a mode is a single word",
     "amp resume=x": "resume=x: is not allowed with a run; pass the run directory alone",
     "amp model=resnet50": "model=resnet50: needs a language model",
-    "amp fp32 --batch 3,4,5": "--batch 3,4,5: 3 values (allowed: 1 or 2)",
+    "amp fp32 --batch 3,4,5": "--batch 3,4,5: must have 1 value, or 2 values (one per mode)",
     "amp --batch 3,x": "--batch x: must be whole numbers, separated by commas, from 1",
     "amp --band 2": "--band 2: must be a number from 0 to 1",
     "amp RUN --window 13": "--window 13: the held-out data have windows of at most 12 tokens",

@@ -82,7 +82,7 @@ def test_a_list_of_the_full_scale_names_what_is_missing(tmp_path, capsys):
         (["--only", "table9"], "--only table9: must be among table1"),
         (["--scale", "big"], "--scale big: must be one of small, full"),
         (["--seeds", "5-1"], "--seeds 5-1: 5-1 must ascend"),
-        (["--data-root", "/nowhere"], "--data-root /nowhere: small runs use embedded data"),
+        (["--data-root", "/nowhere"], "--data-root /nowhere: is only allowed with --scale full"),
         (["--scale", "full", "--data-root", "/nowhere"], "--data-root /nowhere: no such folder"),
         (["-j", "0"], "-j 0: must be"),
         (["--only", "fig5", "seed=3"], "seed: is not allowed with paper"),

@@ -259,7 +259,11 @@ DAMAGE = [
     ),
     ("train.json", b"\n", "train.json: lists no utterances"),
     ("train.json", b"\xff\xfe\x00", "train.json: must be UTF-8 text"),
-    ("train.json", LINE | {"text": "xa"}, "train.json:1: 'x' of its text is not in the alphabet"),
+    (
+        "train.json",
+        LINE | {"text": "xa"},
+        "train.json:1: the text contains 'x', which is not in the alphabet",
+    ),
     ("train.json", LINE | {"audio_filepath": "x.wav"}, "x.wav cannot be read: No such file"),
     (
         "0.wav",

@@ -56,8 +56,9 @@ def parse(arguments: list[str]) -> Namespace:
     parser.add_argument("--gpu", default="H200", help=f"{', '.join(GPUS)} (H200)")
     add = parser.add_argument
     add("--mode", type=names("--mode"), metavar="A,B",
-        help=f"precision modes, in this order (those of {','.join(DEFAULT_MODES)} that the GPU "
-                "supports); or precision=MODE among the keys")  # fmt: skip
+        help="precision modes, in the order of the output (those of "
+                f"{','.join(DEFAULT_MODES)} that the GPU supports); for one mode, you can also "
+                "pass precision=MODE")  # fmt: skip
     at_most = number("--top", 1, 100, whole=True)
     add("--top", nargs="?", const="10", default=0, type=at_most, metavar="N",
         help="also list the N (10) most expensive kinds of operations of each mode")  # fmt: skip
@@ -65,7 +66,7 @@ def parse(arguments: list[str]) -> Namespace:
         "--ranks",
         type=_ranks,
         metavar="N,M",
-        help="instead of a roofline, estimate the speed of this many ranks",
+        help="instead of a roofline, estimate the speed of N ranks, of M ranks, ...",
     )
     add("--link", type=link_of, metavar="LINK",
         help=f"with --ranks: {', '.join(LINKS)}, or the bandwidth of each GPU to the others in "

@@ -98,8 +98,8 @@ def count(
         raise
     except Exception as error:
         raise BadInput(
-            f"model={config.model.name} precision={policy.name}: needs values, so it cannot be "
-            f"counted: {raised(error)}"
+            f"model={config.model.name} precision={policy.name}: the step needs the values of "
+            f"tensors, so its operations cannot be counted: {raised(error)}"
         ) from error
     networks = [learner.model for learner in task.learners.values()]
     learners = [*task.learners.values()]

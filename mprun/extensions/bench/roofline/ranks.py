@@ -77,8 +77,8 @@ def nodes_of(ranks: int, link: Link) -> tuple[int, int]:
     """Return (nodes, GPUs of each); BadInput if the last node would not be full."""
     if ranks > link.gpus and ranks % link.gpus:
         raise BadInput(
-            f"--ranks {ranks} --link {link.name}: its nodes have {link.gpus} GPUs (allowed: up to "
-            f"{link.gpus}, and multiples of it)"
+            f"--ranks {ranks} --link {link.name}: a node with this link has {link.gpus} GPUs "
+            f"(allowed: up to {link.gpus} ranks, or a multiple of {link.gpus})"
         )
     gpus = min(ranks, link.gpus)
     return ranks // gpus, gpus

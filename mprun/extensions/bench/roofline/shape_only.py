@@ -139,8 +139,8 @@ def _classes(config: schema.RunConfig) -> int:
     classes = getattr(config.model, "num_classes", None)
     if classes is None:
         raise BadInput(
-            f"model.num_classes=null: data={data.name} has its classes in files, and a roofline "
-            "reads no files; set model.num_classes=N"
+            f"model.num_classes=null: only the files of data={data.name} tell the number of "
+            "classes, and bench --roofline reads no files; set model.num_classes=N"
         )
     return classes
 
@@ -161,8 +161,8 @@ def _words(config: schema.RunConfig, data: Any, *names: str) -> dict[str, int]:
         words = getattr(data, limit) or getattr(config.model, name, None)
         if words is None:
             raise BadInput(
-                f"model.{name}=null: data={data.name} has its words in files, and a roofline "
-                f"reads no files; set model.{name}=N or data.{limit}=N"
+                f"model.{name}=null: only the files of data={data.name} tell the number of words, "
+                f"and bench --roofline reads no files; set model.{name}=N or data.{limit}=N"
             )
         found[name] = padded(words, multiple)
     return found

@@ -109,7 +109,7 @@ def _options(arguments: list[str]) -> Namespace:
 
     parser = Arguments("advise", _WHAT, _MORE)
     add = parser.add_argument
-    add("words", nargs="*", metavar="RUN|KEY=VALUE", help="a run directory, or keys of a training")
+    add("words", nargs="*", metavar="RUN|KEY=VALUE", help="a run, or keys of a run to train")
     most = f"FP32 steps to train ({STEPS}; at most the configuration's number)"
     add("--steps", type=steps("--steps"), metavar="N", help=most)
     probed = "probe the steps divisible by K (a twelfth of the steps)"
@@ -122,9 +122,9 @@ def _options(arguments: list[str]) -> Namespace:
     add_seconds(parser)
     bound = "search a mixed assignment of the mode that ends at most X %% above FP32's loss"
     add("--budget", type=number("--budget", 0, 1000, "a percentage"), metavar="X", help=bound)
-    add("--write", metavar="DIR", help="write its mode file to DIR/precision, for --config-dir DIR")
-    add("--json", action="store_true", help="everything as JSON")
-    add("--config-dir", metavar="DIR", help="your options, as for a run")
+    add("--write", metavar="DIR", help="with --budget: write a mode file to DIR/precision")
+    add("--json", action="store_true", help="print all results as JSON")
+    add("--config-dir", metavar="DIR", help="folder with your own option files")
     options = parser.parse(arguments)
     split_words(options, parser)
     if options.write is not None:
@@ -135,7 +135,7 @@ def _options(arguments: list[str]) -> Namespace:
         asked = f"--every {options.every}"
         raise BadInput(f"{asked}: is not allowed with {options.run}, which has probes")
     if options.steps is not None and not options.check:
-        raise BadInput(f"--steps {options.steps}: with a run, only together with --check")
+        raise BadInput(f"--steps {options.steps}: is allowed with a run only if you pass --check")
     return options
 
 

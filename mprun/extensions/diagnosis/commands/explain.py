@@ -108,7 +108,7 @@ def main(arguments: list[str]) -> int:
     add(
         "--no-cures",
         action="store_true",
-        help="only look for the cause, without trying changes",
+        help="only look for the cause of the failure, and try no changes against it",
     )
     most = "of a run that is done: train its first N steps (400, as far as the seconds allow)"
     add("--steps", type=number("--steps", 1, MAX_STEPS, "a number of steps", whole=True),

@@ -117,7 +117,8 @@ def _sides(parser: Arguments, named: list[str], batch: list[int], pad: list[int]
     for flag, values in (("--batch", batch), ("--pad", pad)):
         if named and len(values) not in (1, len(named)):
             text = ",".join(map(str, values))
-            raise BadInput(f"{flag} {text}: {len(values)} values (allowed: 1 or {len(named)})")
+            must = f"must have 1 value, or {len(named)} values (one per mode)"
+            raise BadInput(f"{flag} {text}: {must}")
     sides = [
         Side(mode, batch[place % len(batch)], pad[place % len(pad)])
         for place, mode in enumerate(named)
@@ -165,8 +166,10 @@ def _configs(options: Namespace, wanted: Iterable[str]) -> dict[str, RunConfig]:
             groups = {group: chosen.as_dict()[group] for group in ("precision", "scaler")}
             config = config_from_record(recorded | {"numerics": {}} | groups, given)
         if (task := task_of(config.model)) != "language_model":
-            what = "needs a language model, whose tokens have probabilities"
-            raise BadInput(f"logprobs model={config.model.name}: {what}; this one learns {task}")
+            raise BadInput(
+                f"logprobs model={config.model.name}: needs a language model, whose tokens have "
+                f"probabilities; the task of this model is {task}"
+            )
         found[mode] = config
     return found
 
