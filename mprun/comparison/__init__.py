@@ -52,20 +52,21 @@ def compare(
             (None: the mode that the runs record as compare.baseline).
         allow: Keys in which runs may nevertheless differ from the baseline.
         metric: An evaluation metric to use instead of the runs' compare.metric.
-        margin: A margin to use instead of the runs' compare.margin. It is relative (0.01 = 1 %) for
-            losses and distances, otherwise in the metric's unit, such as points for top1.
+        margin: A margin to use instead of the runs' compare.margin. For losses and distances the
+            margin is relative (0.01 = 1 %), otherwise in the metric's unit, such as points for top1.
         looks: Planned numbers of seeds at which a verdict is computed, in ascending order, at least
             3.
-        scalar: Name of the scalar to compare in the logs of other tools, instead of runs of mprun.
-        step: With `scalar`: the column that counts the steps.
-        higher_is_better: With `margin`: whether the metric is an accuracy or a score. It is needed
-            for a `scalar`, and for a metric whose direction the runs do not record.
-        lower_is_better: Whether lower values of the metric are better. Pass this or
-            `higher_is_better`.
+        scalar: Name of the scalar to compare in logs of other tools. Without `scalar`, the function
+            compares runs of mprun.
+        step: The column that counts the steps; only with `scalar`.
+        higher_is_better: Whether higher values of the metric are better; needs `margin`. A `scalar`
+            needs `higher_is_better` or `lower_is_better`, and so does a metric whose direction the
+            runs do not record.
+        lower_is_better: Whether lower values of the metric are better.
         absolute: Whether the margin is in the metric's unit, not relative to the baseline.
-        paired: With `scalar`: whether every label lists its runs in the order of the same seeds.
-        pair_sd: For a mode and a baseline with one run each. It is the known standard deviation of
-            the gap between the two runs, in the margin's unit.
+        paired: Whether every label lists its runs in the same order of seeds; only with `scalar`.
+        pair_sd: Known standard deviation of the gap between the run of a mode and the run of the
+            baseline, in the margin's unit; only for one run each.
 
     Returns:
         The comparison: `verdicts`, `to_dict()`, `write(folder)`.

@@ -263,9 +263,9 @@ def _margin(values: Values) -> Margin:
     if question.relative:
         if zero:
             raise BadInput(
-                f"{asked}: this margin is a share of {of_mean}, which must differ from 0. It is "
-                f"{mean:.3g}; {number_of(len(values.base), question.counted)} cannot distinguish "
-                "this mean from 0. Pass --margin X --absolute, in the unit of the metric"
+                f"{asked}: is a share of {of_mean}. This mean is {mean:.3g}, which "
+                f"{number_of(len(values.base), question.counted)} cannot distinguish from 0. Pass "
+                "--margin X --absolute, in the unit of the metric"
             )
         return Margin(setting, mean)
     if setting >= mean / 2 and not zero:

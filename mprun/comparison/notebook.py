@@ -45,7 +45,7 @@ def load(path: str | Path) -> "RecordedRuns":
         path: A run directory, or a folder that is searched to any depth.
 
     Returns:
-        All runs in the order of their names. `.one` is the run of a run directory.
+        All runs in the order of their names. If there is a single run, `.one` returns that run.
 
     Raises: BadInput: There is no run at or below the path. Damaged: A file run.json is not the
     record of a run.
@@ -100,7 +100,7 @@ class RecordedRun(_Frames):
         scaler: The name of the loss scaler.
         seed: The run's seed.
         status: done, diverged, failed, preempted or running.
-        cause: The reason why the run ended, if it is not done.
+        cause: The reason why the run stopped; None for a run with status done.
     """
 
     def __init__(self, path: str | Path):
@@ -137,7 +137,8 @@ class RecordedRun(_Frames):
         return {name: float(own[-1]) for name, own in columns.items() if name not in NO_METRIC}
 
     def columns(self, part: Part) -> Columns:
-        """Return the data of a part without pandas, as a mapping from column name to array."""
+        """Return the columns of `part` (train, evals or probes) as a mapping from name to array,
+        without pandas."""
         if part == "probes":
             return _columns([row for probe in read_probes(self.path) for row in _probe_rows(probe)])
         if part not in ("train", "evals"):
@@ -241,12 +242,13 @@ class ComparedRuns(Comparison):
     @property
     def verdicts(self) -> "DataFrame":
         """Return the numbers of the printed table, with one row for each mode of each group of
-        runs. The baselines come first.
+        runs. The row of the baseline is the first of its group.
 
         The columns difference, low, high and margin are in `unit`: "%" of the baseline's mean,
-        "points", or "" (the unit of the metric). A positive difference is worse. The columns
-        speedup, memory_ratio and activation_ratio are relative to the baseline. If `emulated` is
-        true, speed and peak memory are those of the emulation.
+        "points", or "" (the unit of the metric). A positive difference means that the mode is
+        worse than the baseline. The columns speedup, memory_ratio and activation_ratio are
+        relative to the baseline. If `emulated` is true, speed and peak memory are those of the
+        emulation.
         """
         return _frame(self.columns())
 
@@ -303,8 +305,8 @@ class ComparedRuns(Comparison):
         """Write report.html, report.md, results.json and figures, as `mprun compare` does.
 
         Args:
-            folder: The output folder. It is created if missing, and an earlier comparison in it is
-                replaced.
+            folder: The output folder. A missing folder is created. An earlier comparison in the
+                folder is replaced.
 
         Returns:
             The path of report.html.

@@ -176,9 +176,9 @@ def _metric(proto: ProtoGroup, name: str, higher: bool | None) -> Metric:
     if len(found) > 1:
         (one, path), (other, another) = [*found.values()][:2]
         raise BadInput(
-            f"compare.metric={name}: runs contradict each other: {path} records that "
-            f"{one.direction} is better (unit: {one.unit}), but {another} records that "
-            f"{other.direction} is better (unit: {other.unit})"
+            f"compare.metric={name}: runs contradict each other: {one.direction} is better (unit: "
+            f"{one.unit}) in the first of these runs, {other.direction} is better (unit: "
+            f"{other.unit}) in the second: {path}, {another}"
         )
     metric, path = next(iter(found.values()), (stated(name, bool(higher)), ""))
     if higher not in (None, metric.higher_is_better):

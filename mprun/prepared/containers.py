@@ -98,9 +98,9 @@ def _copied(value: Any, changed: Mapping[int, Tensor], copies: dict[int, Any]) -
         made = copies[id(value)] = copy.copy(value)
     except Exception as error:
         raise RuntimeError(
-            "a prepared model takes and returns tensors; copy.copy refuses a "
-            f"{type(value).__name__}, so tensors in it would pass without a cast. Pass and return "
-            "tensors, and build the object outside the model"
+            "a prepared model casts the tensors that it takes and returns. But copy.copy fails for "
+            f"a {type(value).__name__}, so tensors in this object would pass without a cast. Pass "
+            "and return tensors, and build such an object outside the model"
         ) from error
     if isinstance(value, dict):
         for key, part in value.items():

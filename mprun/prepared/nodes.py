@@ -320,14 +320,14 @@ def refuse_leaks(roots: Iterable[Root]) -> None:
         if inside is not None and inside.scale is not None and hasattr(node, "variable"):
             raise RuntimeError(
                 "a tensor that requires gradients enters a prepared model without being one of "
-                "its inputs, so its gradient would be scaled. Either pass it to forward, or store "
-                "it in an attribute of a module"
+                "its inputs, so its gradient would be scaled. Pass this tensor to forward, or "
+                "store this tensor in an attribute of a module"
             )
         if owner is not None and owner is not inside and owner.scale is not None:
             raise RuntimeError(
                 "a tensor from inside a prepared model is used in the loss, but is not one of its "
-                "outputs, so its gradient has no scale. Either return it from forward, or store "
-                "it in an attribute of a module"
+                "outputs, so its gradient has no scale. Return this tensor from forward, or "
+                "store this tensor in an attribute of a module"
             )
 
 

@@ -204,9 +204,9 @@ class Backward(ABC):
     def refuse_autocast(self) -> None:
         """Raise RuntimeError: torch.autocast is active."""
         raise RuntimeError(
-            "torch.autocast is active around a model, or the backward pass of one, prepared as "
-            f"precision={self.policy.name}. Remove it: the precision mode decides on the dtype of "
-            "each operation"
+            "torch.autocast is active around the forward or backward pass of a model prepared as "
+            f"precision={self.policy.name}. Remove torch.autocast: the precision mode decides on "
+            "the dtype of each operation"
         )
 
 

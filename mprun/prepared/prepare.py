@@ -99,10 +99,10 @@ def prepare(
 ) -> Any:
     """Put a model and its optimizers into a precision mode, in place.
 
-    The function returns the same objects. From outside, the model looks unchanged: its parameters
-    are FP32 leaf tensors, its gradients are unscaled FP32 tensors, and its inputs and outputs are
-    FP32. With a loss scale, a non-finite gradient makes every optimizer of the model skip the step,
-    and the scale changes by its rule.
+    The function returns the objects that you pass. From outside, the model looks unchanged: its
+    parameters are FP32 leaf tensors, its gradients are unscaled FP32 tensors, and its inputs and
+    outputs are FP32. With a loss scale, a non-finite gradient makes every optimizer of the model
+    skip the step, and the scale changes by its rule.
 
     If gradients are enabled, the model computes in the precision mode, even after `model.eval()`
     (as for frozen BatchNorm). If gradients are disabled, the model computes in FP32 after
@@ -117,16 +117,16 @@ def prepare(
             `fully_shard`, before or after this call.
         optimizer: an optimizer of torch or a subclass, before its first step or with a loaded
             state; or a list of several. Optimizers that are created later for the model's
-            parameters are included. None: there is no optimizer yet.
+            parameters are included. Pass None if there is no optimizer yet.
         precision: name of a mode ("fp32", "fp16_naive", "fp16_master", "amp", ...) or a policy.
         scaler: name of a loss scaler ("none", "static", "dynamic", "apex", ...), or a `LossScale`,
-            which several calls may share. None: the default scaler of the named mode, or no scaler
-            if `precision` is a policy.
+            which several calls may share. If `scaler` is None, the named mode uses its default
+            scaler, and a policy uses no scaler.
         overrides: maps a glob pattern over module names to the dtype ("fp32") in which these
             modules compute.
         native: whether a CPU uses torch's 16-bit kernels instead of the emulation.
 
-    Returns: The same (model, optimizer); without an optimizer, only the model.
+    Returns: The passed (model, optimizer); without an optimizer, only the model.
 
     Raises:
         ValueError: An argument is wrong; the message names it, the error and the allowed values.

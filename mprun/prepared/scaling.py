@@ -147,8 +147,8 @@ def repeated(closure: Callable[[], Any], models: Sequence[Any]) -> Callable[[], 
                 scaling.end_without_step(found)
         raise RuntimeError(
             f"closure: gradients are not finite at a loss scale of "
-            f"{float(models[0].loss_scale.scale):g}; a closure cannot use a scale that "
-            "does not back off"
+            f"{float(models[0].loss_scale.scale):g}; a closure needs a loss scale "
+            "that decreases after an overflow"
         )
 
     return finite

@@ -161,8 +161,8 @@ def refuse_unshared(trained: Sequence[Tensor]) -> None:
         what = "what fully_shard has left of " if any(map(is_shard, trained)) else ""
         raise RuntimeError(
             f"{get_world_size()} processes train {what}a prepared model, but their gradients are "
-            "not added up. Put torch.nn.parallel.DistributedDataParallel around it, or apply "
-            "fully_shard to its layers and then to the model"
+            "not added up. Put torch.nn.parallel.DistributedDataParallel around the model, or "
+            "apply fully_shard to the model's layers and then to the model"
         )
 
 

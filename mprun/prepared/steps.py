@@ -95,8 +95,8 @@ class OptimizerSteps:
 
     @property
     def narrow(self) -> RoundedWeights | None:
-        """Return the storage of weights without a master copy and of state in few bits, or None if
-        the optimizer has neither."""
+        """Return what stores weights without master copies and low-bit optimizer state, or None if
+        the optimizer has no such weights and no such state."""
         return self._kept.narrow
 
     @property
@@ -106,12 +106,12 @@ class OptimizerSteps:
 
     @property
     def forward_context(self) -> ForwardContext:
-        """Return the context in which the first model runs its calls."""
+        """Return the context in which `models[0]` runs its calls."""
         return self.models[0].forward_context
 
     @property
     def scale(self) -> LossScale:
-        """Return the loss scale of the first model."""
+        """Return the loss scale of `models[0]`."""
         return self.models[0].loss_scale
 
     @property
@@ -127,8 +127,8 @@ class OptimizerSteps:
         return nn.ModuleList(model.model for model in self.models)
 
     def named(self) -> dict[str, Tensor]:
-        """Return a mapping from name to parameter, for the parameters of the models that the
-        optimizer contains."""
+        """Return a mapping from name to parameter, for those parameters of the models that are
+        also parameters of the optimizer."""
         held = set(map(id, held_by(self.optimizer)))
         found: dict[str, Tensor] = {}
         for number, model in enumerate(self.models):
@@ -226,7 +226,7 @@ class OptimizerSteps:
     # A step
 
     def begin(self, frame: FrameType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Record that a step begins in `frame`, except a step that a base class nests in it."""
+        """Record that a step begins in `frame`; ignore a call that runs within another step."""
         if self._is_own_step:
             return None
         if self._frame is not None:
@@ -393,7 +393,7 @@ class OptimizerSteps:
         """Record, at the end of a backward pass, whether the gradients of the optimizer's
         parameters are finite.
 
-        Other parameters of the model may contain infinities from the loss of another optimizer.
+        Gradients of the model's other parameters may be infinite because of another loss.
         """
         if len(model.updated_by) == 1:
             self._found_in.pop(model, None)

@@ -332,7 +332,10 @@ def written_by(record: Mapping[str, Any]) -> str:
 def refuse_older_state(what: str, record: Mapping[str, Any]) -> None:
     """Raise BadInput if a run's checkpoints are of an older form; what: begins the line."""
     if record.get("record_form", 1) < _OLDEST_STATE:
-        raise BadInput(f"{what}: another format of checkpoint, {of_another_version(record)}")
+        raise BadInput(
+            f"{what}: this version of mprun cannot read the checkpoints of this run, "
+            f"{of_another_version(record)}"
+        )
 
 
 def of_another_version(record: Mapping[str, Any]) -> str:

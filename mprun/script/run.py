@@ -52,31 +52,30 @@ class Run:
     """A run directory that a script writes, in a `with` block around its training.
 
     On several processes, each process creates the run and calls it in the same way. The first
-    process writes the directory. The other processes wait for it every `log_every` steps, at
-    evaluations and at the end. A run ends in all processes or in none.
+    process writes the directory. The other processes wait for the first process every `log_every`
+    steps, at evaluations and at the end. A run ends in all processes or in none.
 
     Args:
         folder: parent of the run's directory, which is named after mode, scaler and seed.
         optimizer: the optimizer from `mprun.prepare`. Pass several optimizers as a list, or as a
             dict by name ({"d": ..., "g": ...}).
         config: the script's settings that affect its result, for instance `vars(args)`. Runs are
-            compared only if these settings agree. Differences in precision, scaler and seed are
-            allowed.
+            compared only if they have the same `config`; only precision, scaler and seed may
+            differ between runs.
         seed: the seed of the run. A run is paired with the FP32 run that has the same seed.
         data: the training data, given by a name, or by a path (or several paths) whose content is
             hashed.
         metric: name of the metric, among those passed to `evaluate`, that the verdict judges.
         margin: largest difference to FP32 that still counts as a match. The margin is relative
-            (0.01 means 1 %), or in the metric's unit if higher values are better. None: 1 %.
-        higher_is_better: whether higher values of the metric are better; True needs a margin. None:
-            False if the metric's name contains loss, error or perplexity; any other name is
-            refused.
+            (0.01 means 1 %), or in the metric's unit if higher values are better. None means 1 %.
+        higher_is_better: whether higher values of the metric are better; True needs a margin. None
+            means False and is allowed only if the metric's name contains loss, error or perplexity.
         pair_sd: known scatter (standard deviation) of the gap between one run and its FP32 partner,
-            in the margin's unit. With this value, a verdict on a single pair of runs is possible.
+            in the margin's unit. With pair_sd, a verdict on a single pair of runs is possible.
         pair_sd_source: the runs from which pair_sd was measured; required with pair_sd.
         name: name of the experiment; None: the script's file.
-        log_every: number of steps between two records. The first 20 steps and every skipped step
-            are also recorded.
+        log_every: number of steps between two records. The run also records its first 20 steps and
+            every skipped step.
         probe_every: number of steps between two probes, see `mprun.probe`; 0: no probes.
         modules: patterns of the modules to probe; if empty, all modules without submodules.
 
@@ -117,8 +116,8 @@ class Run:
             raise ValueError(f"config: must be a mapping, not a {type(config).__name__}")
         if higher_is_better is None and (higher_is_better := told_by_name(metric)) is not False:
             raise ValueError(
-                f"metric={metric}: pass higher_is_better=True and a margin in its own unit, or "
-                "higher_is_better=False if lower values are better"
+                f"metric={metric}: if higher values are better, pass higher_is_better=True and a "
+                "margin in the metric's unit; otherwise pass higher_is_better=False"
             )
         if margin is not None and not 0 < margin < (math.inf if higher_is_better else 0.5):
             allowed = "above 0" if higher_is_better else "above 0 and below 0.5 (0.01: 1 %)"
@@ -206,16 +205,17 @@ class Run:
         """Count the step that the script has just taken; call it after `optimizer.step()`.
 
         On CUDA the call never waits for the device, because the numbers are read `log_every` steps
-        later. On other devices the call waits only at steps that are recorded.
+        later. On a device other than CUDA, the call waits only at steps that are recorded.
 
         Args:
-            loss: the loss of the step, a number or a 0-dim tensor. mprun checks that it is finite.
-                If there are several losses, as in a GAN, pass their sum, and each loss as a metric.
+            loss: the loss of the step, a number or a 0-dim tensor. mprun checks that the loss is
+                finite. If there are several losses, as in a GAN, pass their sum, and each loss as a
+                metric.
             metrics: further metrics of the step, with one number for each name.
 
         Raises:
             Diverged: the loss was not finite although its update was applied, or a loss scale has
-                collapsed. The run is recorded, and the exception ends its `with` block.
+                collapsed. The run is recorded, and `Diverged` ends the `with` block of the run.
             RuntimeError: no optimizer has made a step.
         """
         if self.status != "running":
@@ -241,7 +241,7 @@ class Run:
         self._recorder.watch(self.steps + 1)
 
     def log(self, **values: Tensor | float) -> None:
-        """Add these numbers to all later training records, until another call sets them again."""
+        """Add the numbers in `values` to later training records, until you pass new ones."""
         _refuse_reserved((_RESERVED | {"loss"}) & values.keys())
         self._extra |= {name: float(value) for name, value in values.items()}
 
@@ -279,10 +279,10 @@ class Run:
     def rewind(self) -> int:
         """Restore models, optimizers, loss scales and random states from the newest saved copy.
 
-        After a divergence, this copy was saved before the bad step. From this state,
-        `mprun.explain(step, optimizer, steps=...)` can search for the bad step.
+        After a divergence, the newest saved copy is from before the bad step. From the restored
+        state, `mprun.explain(step, optimizer, steps=...)` can search for the bad step.
 
-        Returns: The step after which the copy was saved.
+        Returns: The step after which the restored copy was saved.
         """
         keeper = None if self._recorder is None else self._recorder.keeper
         if keeper is None:

@@ -122,23 +122,24 @@ def sweep(
     Before each call, the random generators of Python, NumPy and torch are seeded with the run's
     seed. The function `train` builds a new model and optimizer, passes them to `run.prepare`, calls
     `run.step(loss)` after each step, and `run.evaluate(loss=...)` at its end. If a run diverges,
-    the sweep records this result and continues. Any other error ends the sweep.
+    the sweep records this result and continues. An error other than divergence ends the sweep.
 
     With `until="decided"` the sweep adds seeds in rounds. Each round adds one seed for FP32 and for
-    each mode without a verdict, up to `max_seeds`. Each run records in advance at which numbers of
-    seeds verdicts are computed. This fixed plan keeps the error rate of the verdicts at 5 %.
+    each mode without a verdict, up to `max_seeds`. Before its training, each run records the numbers
+    of seeds at which verdicts are computed. Because these numbers are fixed in advance, the error
+    rate of the verdicts stays at 5 %.
 
     Args:
         train: the function; it may read `run.precision` and `run.seed`.
         modes: names of precision modes; FP32 must be among them, as the baseline.
-        seeds: number of seeds (3 means the seeds 0, 1 and 2), or a list of seeds. With `until`: the
-            seeds before the first verdict, at least 3 consecutive numbers.
+        seeds: number of seeds (3 means the seeds 0, 1 and 2), or a list of seeds. With `until`,
+            these are the seeds for the first verdict: at least 3 consecutive numbers.
         folder: parent of the run directories; None: outputs/ and the function's name.
         config: settings that affect the result, as for `mprun.Run`.
         data, metric, margin, higher_is_better, pair_sd, pair_sd_source, log_every: as for
             `mprun.Run`.
         until: "decided", or None to run all `seeds` of every mode.
-        max_seeds: with `until`, largest number of seeds per mode, at most 50. None: 10.
+        max_seeds: with `until`, largest number of seeds per mode, at most 50. None means 10.
 
     Returns:
         The comparison of these runs, with `verdicts`, `curves`, `figure()` and `write(folder)`. A
@@ -217,7 +218,7 @@ def _planned(
     if first < FEWEST or [*seeds] != [*range(seeds[0], seeds[0] + first)]:
         raise ValueError(
             f"seeds={[*seeds]}: with until='decided' pass at least {FEWEST} consecutive seeds, "
-            "for the first look"
+            "which the first verdict needs"
         )
     most = max(first, MOST_BY_DEFAULT) if most is None else most
     if type(most) is not int or not first <= most <= MOST:

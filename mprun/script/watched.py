@@ -189,7 +189,7 @@ def probe(
 ) -> ProbeRecord:
     """Run one step of a script and count the values of all its tensors by exponent.
 
-    The step is a normal training step and computes the same result.
+    The probe does not change the result of the step, which is a normal training step.
 
     Args:
         step: function that runs the step (forward, backward, `optimizer.step()`) and returns its
@@ -199,7 +199,7 @@ def probe(
 
     Returns:
         The counts of activations, gradients, weights and updates by module, and the updates that
-        FP16 would lose. A run stores the same record in numerics/*.json.
+        FP16 would lose. Runs store such records in numerics/*.json.
     """
     task = ScriptTask(optimizer)
     if task.is_sharded:

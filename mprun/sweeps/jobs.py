@@ -18,7 +18,7 @@ from mprun.record.seed_plan import KEY
 # A directory without a lock file may belong to a run that has just made it.
 _CLAIM_S = 10.0
 # Paths of data: neither in a configuration's hash nor, unless swept, in a directory's name.
-_DATA_PLACES = {"root": "on the data in", "vocabulary": "with the vocabulary in"}
+_DATA_PLACES = ("root", "vocabulary")
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,8 +179,8 @@ def _check_same(cell: Cell, record: dict) -> None:
         there = recorded.get(key)
         if os.path.realpath(str(there)) != os.path.realpath(str(here)):
             raise BadInput(
-                f"{cell.directory}: holds a run {_DATA_PLACES[key]} {there or 'null'}, not in "
-                f"{here or 'null'}; use name= for a separate sweep"
+                f"{cell.directory}: the run there has data.{key}={there or 'null'}, but this sweep "
+                f"has data.{key}={here or 'null'}; use name= for a separate sweep"
             )
 
 
@@ -192,8 +192,8 @@ def _check_plan(cell: Cell, record: dict) -> None:
     if there != list(cell.plan):
         what = "without a plan" if there is None else f"under the plan {there}"
         raise BadInput(
-            f"{cell.directory}: recorded {what}; until=decided needs seeds whose values nobody "
-            "has seen: choose another first seed, seed=N"
+            f"{cell.directory}: holds a run recorded {what}; until=decided needs seeds without "
+            "earlier runs: choose another first seed, seed=N"
         )
 
 

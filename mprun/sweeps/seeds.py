@@ -43,7 +43,7 @@ def asked(words: dict[str, str]) -> UntilDecided | None:
         key, value = next(iter(words.items()))
         raise BadInput(f"{key}={value}: is only allowed with until=decided")
     if words["until"] != "decided":
-        raise BadInput(f"until={words['until']}: must be decided ({SEED_WORDS['until']})")
+        raise BadInput(f"until={words['until']}: must be the word decided ({SEED_WORDS['until']})")
     first = _number(words, "min_seeds", FEWEST, FEWEST, MOST)
     most = _number(words, "max_seeds", max(first, MOST_BY_DEFAULT), first, MOST)
     return UntilDecided(first, most)
@@ -63,7 +63,7 @@ def refuse_swept_seed(swept: Iterable[str]) -> None:
     """Raise BadInput if the line names several seeds."""
     if "seed" in swept:
         raise BadInput(
-            "seed: must be one value with until=decided, the first seed; the sweep adds the others"
+            "seed: must be one value with until=decided: the first seed. The sweep adds other seeds"
         )
 
 
@@ -87,8 +87,8 @@ def refuse_lone_modes(composed: Sequence["Composed"]) -> None:
         if shared not in baselines:
             wanted = composed[0].config.compare.baseline
             raise BadInput(
-                "until=decided: there is no run of the baseline; precision= must also have "
-                f"{wanted} (compare.baseline){', without scaler=' * (wanted == BASELINE)}"
+                f"until=decided: the sweep has no run of the baseline; add {wanted} to precision= "
+                f"(compare.baseline={wanted}){', without scaler=' * (wanted == BASELINE)}"
             )
         if len(arms) < 2:
             raise BadInput(

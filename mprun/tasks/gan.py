@@ -162,7 +162,9 @@ class GAN(Task):
         self.g.load_state_dict(state["generator"])
         self.d.load_state_dict(state["discriminator"])
         if state["loss_scales"].keys() != self.loss_scales.keys():
-            raise ValueError("loss scale state must come from the same scaler.per")
+            raise ValueError(
+                "saved loss scales must come from a run with the scaler.per of this run"
+            )
         for name, scale in self.loss_scales.items():
             scale.load_state_dict(state["loss_scales"][name])
 

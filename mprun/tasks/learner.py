@@ -291,13 +291,14 @@ class Learner:
             refuse_signed(saved.get("narrow", {}), one)
         own = self.model.state_dict()
         if own.keys() != saved["model"].keys():
-            raise ValueError("model state must come from the same model")
+            raise ValueError("saved model state must come from the model of this run")
         for name, tensor in own.items():
             copy_exactly(name, tensor, part_of(saved["model"][name], tensor))
         self.prepared.tensors.forget()
         if saved["averages"].keys() != self.averages.keys():
             raise ValueError(
-                "optimizer state must have averages of the same weights (optim.average_decay)"
+                "saved optimizer state must have averages of the weights of this run "
+                "(optim.average_decay)"
             )
         for name, average in self.averages.items():
             copy_exactly(f"average of {name}", average, saved["averages"][name])
@@ -310,14 +311,18 @@ class Learner:
     def _load_optimizer(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
         state = self.steps.state_by_name()
         if saved.keys() != state.keys():
-            raise ValueError("optimizer state must come from the same model and precision mode")
+            raise ValueError(
+                "saved optimizer state must come from the model and precision mode of this run"
+            )
         for name, own in state.items():
             kept = {key: _part(value, self.named[name]) for key, value in saved[name].items()}
             if not own and creates_late(self.optimizer):
                 create_state(self.optimizer, self.named[name], kept)
                 continue
             if kept.keys() != own.keys():
-                raise ValueError(f"optimizer state of {name} must come from the same optimizer")
+                raise ValueError(
+                    f"saved optimizer state of {name} must come from the optimizer of this run"
+                )
             for key, value in kept.items():
                 copy_exactly(f"{key} of {name}", own[key], value)
 

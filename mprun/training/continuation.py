@@ -66,7 +66,10 @@ def check_length(config: RunConfig, record: Record, steps: int | None) -> None:
     shares = [one.at for one in config.precision.switch if isinstance(one.at, float)]
     if shares:
         part = f"precision.switch has at={shares[0]}, a share of {before} steps"
-        raise BadInput(f"train.steps={steps}: {part}: a resume cannot extend it; begin with a step")
+        raise BadInput(
+            f"train.steps={steps}: {part}, so a resume cannot change the number of steps; begin "
+            "a new run with at= as a number of steps"
+        )
 
 
 def run_directory(path: str) -> Path:

@@ -267,7 +267,7 @@ def test_runs_that_contradict_each_other_on_a_metric_are_refused():
     proto = top1(None)
     for run, higher in zip(proto.every_run, (True, True, False, True, True, True), strict=True):
         run.metrics = {"top1": Metric("top1", unit="points", higher_is_better=higher)}
-    with raises_line(BadInput, "top1: runs contradict each other: ", "records that more is better"):
+    with raises_line(BadInput, "compare.metric=top1: runs contradict each other: more is better"):
         assess(proto)
 
 
@@ -331,11 +331,11 @@ def test_perplexity_is_judged_as_its_logarithm():
 
 def test_a_relative_margin_around_zero_and_below_it():
     base = made_arm({0: 1.0, 1: -1.0, 2: 0.0})
-    with raises_line(BadInput, "margin=0.01: this margin is a share of the mean loss of FP32"):
+    with raises_line(BadInput, "compare.margin=0.01: is a share of the mean loss of FP32"):
         verdict_of(made_arm({0: 1.0, 1: -1.0, 2: 0.0}, mode="amp"), base)
     # 2.7 standard errors above 0; for three seeds t(0.95, 2) = 2.92 of them are needed.
     base = made_arm({0: 1.0, 1: 3.0, 2: 1.2})
-    with raises_line(BadInput, "1.73; 3 seeds cannot distinguish this mean from 0. Pass --margin"):
+    with raises_line(BadInput, "1.73, which 3 seeds cannot distinguish from 0. Pass --margin X"):
         verdict_of(made_arm({0: 1.0, 1: 3.0, 2: 1.2}, mode="amp"), base)
     # One run far from the others does not make the mean 0, but a ratio has no bounds then.
     alike = {0: 1.0, 1: 3.0, 2: 1.001}

@@ -134,7 +134,7 @@ def test_a_token_beyond_the_vocabulary_is_named_where_it_is_read(folder):
         ),
         (
             lambda root: write(root / "train.bin", TRAIN, (20240520, 2, 103)),
-            "train.bin: a header with magic number 20240520 must have 1024 bytes and version 1, but ",
+            "train.bin: a header with magic number 20240520 must have 1024 bytes and version 1,",
         ),
         (
             lambda root: (root / "val.bin").write_bytes(np.array([20240520, 1, 9], "<i4")),

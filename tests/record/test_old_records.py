@@ -91,7 +91,7 @@ def test_a_run_with_an_older_form_of_checkpoint_is_refused_in_one_line(old, caps
     if words[0] == "explain":  # which has nothing to say of one that did not fail
         write_json(old / "run.json", record | {"status": "diverged", "cause": "a loss"})
     line = refused(
-        capsys, *(word.format(old) for word in words), says="another format of checkpoint"
+        capsys, *(word.format(old) for word in words), says="cannot read the checkpoints of this"
     )
     assert f"written by {written_by(record)}: go on with that version, or begin a new run" in line
     assert (old / "checkpoints").is_dir() and record_of(old)["attempts"] == 1

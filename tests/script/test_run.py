@@ -225,7 +225,7 @@ def test_a_non_finite_evaluation_is_a_divergence(tmp_path):
         ({"pair_sd": 0.0, "pair_sd_source": "x"}, "pair_sd=0.0: must be above 0"),
         ({"pair_sd": 0.1}, "pair_sd=0.1, pair_sd_source=None: must be passed together"),
         ({"pair_sd_source": "x"}, "pair_sd=None, pair_sd_source='x': must be passed together"),
-        ({"metric": "iou"}, "metric=iou: pass higher_is_better=True and a margin in its own unit"),
+        ({"metric": "iou"}, "metric=iou: if higher values are better, pass higher_is_better=True"),
         ({"modules": ["nothing"], "probe_every": 1}, "matches no module"),
         ({"data": Path("nowhere")}, "no such file"),
         ({"config": {"all": list(range(200_000))}}, "must have at most"),

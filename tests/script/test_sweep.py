@@ -171,7 +171,7 @@ def unevaluated(run):
             {},
             r"unstepped: the function ended without run.step\(loss\) after each optimizer.step\(\)",
         ),
-        (unevaluated, {"metric": "accuracy"}, "metric=accuracy: pass higher_is_better=True and a"),
+        (unevaluated, {"metric": "accuracy"}, "metric=accuracy: if higher values are better, pass"),
     ],
 )
 def test_a_wrong_argument_or_function_is_one_line(function, given, line, tmp_path):

@@ -124,9 +124,13 @@ TRAPS = [
     ("now on cpu in torch.bfloat16", MASTERS, lambda m, o: (m.head.bfloat16(), m(IMAGES))),
     ("during its own call", ["fp16_master"], copy_within_a_call),
     ("from inside a prepared model", ["amp", "fp16_master_scaled"], loss_of_a_tensor_inside),
-    ("copy.copy refuses a Holder", ["amp", "fp16_master_scaled"], call_of(Holds, torch.ones(2, 4))),
     (
-        "copy.copy refuses a Holder, so tensors in it would pass without a cast",
+        "copy.copy fails for a Holder",
+        ["amp", "fp16_master_scaled"],
+        call_of(Holds, torch.ones(2, 4)),
+    ),
+    (
+        "copy.copy fails for a Holder, so tensors in this object would pass without a cast",
         ["fp16_naive", "bf16_master"],
         call_of(Unwraps, Holder(torch.ones(2, 4))),
     ),

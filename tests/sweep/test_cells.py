@@ -142,13 +142,13 @@ FOLDER_OF_IMAGES = ["device=cpu", "model=resnet50", "data=image_folder"]
 
 
 @pytest.mark.parametrize(
-    ("key", "group", "words"),
+    ("key", "group"),
     [
-        ("data.root", "image_folder", "on the data in"),
-        ("data.vocabulary", "lm1b", "with the vocabulary in"),
+        ("data.root", "image_folder"),
+        ("data.vocabulary", "lm1b"),
     ],
 )
-def test_a_run_on_data_elsewhere_is_not_this_cells(key, group, words, tmp_path, monkeypatch):
+def test_a_run_on_data_elsewhere_is_not_this_cells(key, group, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in "AB":
         (tmp_path / name).mkdir()
@@ -163,7 +163,7 @@ def test_a_run_on_data_elsewhere_is_not_this_cells(key, group, words, tmp_path, 
     for status in ("done", "preempted", "failed"):
         put(here, status=status, config=config)
         assert state_of(here) is state_of(linked) is not State.NEW
-        message = f"{here.directory}: holds a run {words} A, not in B; use name= for a separate"
+        message = f"the run there has {key}=A, but this sweep has {key}=B; use name= for a"
         with pytest.raises(BadInput, match=message) as caught:
             state_of(there)
         assert "\n" not in str(caught.value)

@@ -32,7 +32,7 @@ def in_empty_folder(tmp_path, monkeypatch):
         (["until=decided"], "until=decided: only a sweep (-m) adds seeds"),
         (["max_seeds=5"], "max_seeds=5: only a sweep (-m) adds seeds"),
         (["-m", MODES, "max_seeds=5"], "max_seeds=5: is only allowed with until=decided"),
-        (["-m", MODES, "until=tired"], "until=tired: must be decided"),
+        (["-m", MODES, "until=tired"], "until=tired: must be the word decided"),
         (["-m", MODES, *UNTIL, "seed=0,1"], "seed: must be one value with until=decided"),
         (["-m", MODES, *UNTIL, "seed=range(3)"], "seed: must be one value with until=decided"),
         (["-m", MODES, "until=decided", "max_seeds=2"], "max_seeds=2: must be a whole number from"),
@@ -43,7 +43,7 @@ def in_empty_folder(tmp_path, monkeypatch):
         (["-m", "precision=fp32", *UNTIL], "needs a mode other than the baseline"),
         (
             ["-m", "precision=amp,bf16_naive", *UNTIL],
-            "no run of the baseline; precision= must also have",
+            "no run of the baseline; add fp32 to precision=",
         ),
         (
             ["-m", MODES, "compare.baseline=amp_bf16", *UNTIL],
@@ -166,7 +166,7 @@ def test_values_that_were_seen_before_the_plan_are_not_judged_by_it(capsys):
     for cell in plain.cells:
         end(cell)
     line = refused(capsys, "-m", *LM, "precision=fp32,amp", *UNTIL)
-    assert "recorded without a plan; until=decided needs seeds whose values nobody has seen" in line
+    assert "recorded without a plan; until=decided needs seeds without earlier runs" in line
     # FP32's runs serve; a plan of another length does not.
     rounds_of(plan([*LM, "precision=fp32,fp16_naive", *UNTIL], None))
     assert "plan" in refused(capsys, "-m", *LM, "precision=fp32,fp16_naive", "until=decided")

@@ -162,13 +162,13 @@ def folder(tmp_path, monkeypatch):
             "Silent",
             [F1],
             "compare.metric=f1: f1_task:Silent declares loss, top1, top5; for another metric set "
-            "compare.higher_is_better=true (and compare.margin) or =false",
+            "compare.higher_is_better=true and compare.margin=X, or compare.higher_is_better=false",
         ),
         (
             "WithF1",
             ["compare.metric=F1"],
             "compare.metric=F1: did you mean 'f1'? f1_task:WithF1 declares loss, top1, top5, f1; "
-            "for another metric set compare.higher_is_better=true (and compare.margin) or =false",
+            "for another metric set compare.higher_is_better=true and compare.margin=X, or ",
         ),
         (
             "Twice",
@@ -383,9 +383,8 @@ def test_runs_and_command_that_contradict_each_other_are_refused(tmp_path, capsy
     run.write_text(run.read_text().replace('"higher_is_better": true', '"higher_is_better": false'))
     assert main(words) == 2
     error = capsys.readouterr().err
-    assert (
-        "f1: runs contradict each other: " in error and "more is better (unit: fraction)" in error
-    )
+    assert "f1: runs contradict each other: more is better (unit: fraction) in the first" in error
+    assert "less is better (unit: " in error
     assert not comparable(tmp_path)
 
 
