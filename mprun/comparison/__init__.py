@@ -52,8 +52,9 @@ def compare(
             (None: the mode that the runs record as compare.baseline).
         allow: Keys in which runs may nevertheless differ from the baseline.
         metric: An evaluation metric to use instead of the runs' compare.metric.
-        margin: A margin to use instead of the runs' compare.margin. For losses and distances the
-            margin is relative (0.01 = 1 %), otherwise in the metric's unit, such as points for top1.
+        margin: A margin to use instead of the runs' compare.margin. The margin is
+            relative (0.01 = 1 %) for losses and distances, otherwise in the metric's unit, such as
+            points for top1.
         looks: Planned numbers of seeds at which a verdict is computed, in ascending order, at least
             3.
         scalar: Name of the scalar to compare in logs of other tools. Without `scalar`, the function

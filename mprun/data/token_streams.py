@@ -248,8 +248,8 @@ class TokenSource(TokenStreams):
     ``vocab_size``.
 
     Batches are int64 ``[time, batch]`` on ``device``, like the batches of `TokenStreams`.
-    ``sha256`` is computed from all tokens. Both sequences are stored as int64 in memory, 8 bytes
-    per token.
+    ``sha256`` is computed from all tokens. Training and held-out tokens are stored as int64 in
+    memory, 8 bytes per token.
 
     Raises:
         ValueError: An argument is out of range.

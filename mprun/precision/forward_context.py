@@ -25,8 +25,9 @@ from mprun.torch_private import TorchDispatchMode, dispatch_modes, function_mode
 
 
 class ForwardContext:
-    """A context with the autocast and the CPU emulation of one policy. A prepared model enters it
-    in its forward and backward passes:
+    """A context with the autocast and the CPU emulation of one policy.
+
+    A prepared model enters this context in its forward and backward passes:
 
         with forward_context:                 # forward AND backward
             with forward_context.autocast():  # forward only
@@ -40,8 +41,8 @@ class ForwardContext:
     context changes nothing.
 
     Args:
-        native: whether a CPU runs torch's own 16-bit kernels, without emulation. Autocast then
-            follows torch's operation lists for a CPU.
+        native: whether a CPU runs torch's own 16-bit kernels, without emulation. With native
+            kernels, autocast follows torch's operation lists for a CPU.
         overrides: the dtypes of the policy's module overrides; 16-bit overrides are also
             emulated.
     """
@@ -111,7 +112,7 @@ class ForwardContext:
         return dict(found)
 
     def counted(self) -> Callable[[], None]:
-        """Return a function that resets all counts of calls to their present values."""
+        """Return a function that restores all counts of calls to the values at this call."""
         counters: list[Counter[Any]] = [self.calls, *(one.rerouted for one in self.emulations)]
         kept = [(counter, dict(counter)) for counter in counters]
 
@@ -124,7 +125,7 @@ class ForwardContext:
 
     def recurrent_layers(self) -> Counter[tuple[str, torch.dtype]]:
         """Count the recurrent layers that the emulation computed as a whole, by phase and dtype. A
-        `TorchDispatchMode` sees none of their operations."""
+        `TorchDispatchMode` does not see the operations inside these layers."""
         found: Counter[tuple[str, torch.dtype]] = Counter()
         for emulation in self.emulations:
             for (operation, phase), count in emulation.rerouted.items():
@@ -176,9 +177,9 @@ def why_unsupported(
 
     TF32 and BF16 Tensor Cores exist from compute capability 8.0 on (NVIDIA Ampere), and FP8 Tensor
     Cores from 8.9 on. For FP8, small test products show whether torch supports this policy on the
-    device. Where numbers are decoded before a matrix product, BF16 multiplies them. GPUs with
-    ROCm have other version numbers. They have no TF32, and only the test products show what else
-    they support.
+    device. If numbers are decoded before a matrix product, the GPU multiplies them in BF16. These
+    version limits do not apply to GPUs with ROCm. A GPU with ROCm has no TF32, and only the test
+    products show which other formats it supports.
 
     overrides: the dtypes in the policy's module overrides.
     """
@@ -213,8 +214,8 @@ def why_no_lstm(
 ) -> str | None:
     """Return why torch's LSTM on `device` does not compute in the policy's dtype, or None.
 
-    The function runs a tiny LSTM as a model would. For example, a CPU has no float16 LSTM under
-    autocast.
+    The function runs a tiny LSTM in the policy's dtype to find out. One known case is a CPU, which
+    has no float16 LSTM under autocast.
     """
     wanted = policy.half_dtype
     if wanted is None:

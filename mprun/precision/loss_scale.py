@@ -31,11 +31,16 @@ class LossScale(ABC):
     """The base class of the loss scales `none`, `static`, `dynamic` and `logmax`.
 
     The state consists of tensors on one device, 0-dim unless stated otherwise, and changes only in
-    place. A training step neither waits for the device nor moves these tensors, so the calls can be
-    captured in a CUDA graph. An iteration multiplies the loss by `scale`, or instead the gradient
-    with which the model's backward pass begins. It multiplies the parameters' gradients by
-    `inverse()`. Then `record` is called once for each optimizer that shares the scale. The
-    optimizers apply or skip their updates, and `update` is called once.
+    place. The methods neither wait for the device nor move the state tensors, so a CUDA graph can
+    capture them.
+
+    A training step uses a loss scale in this order:
+
+    1. Multiply the loss, or the gradient with which the backward pass begins, by `scale`.
+    2. Multiply the parameters' gradients by `inverse()`.
+    3. Call `record` once for each optimizer that shares the scale.
+    4. Let each optimizer apply or skip its update.
+    5. Call `update` once.
 
     Raises:
         ValueError: An argument of a constructor is out of range; the message names it.
@@ -86,11 +91,10 @@ class LossScale(ABC):
         return torch.div(self._one, self.scale, out=torch.empty_like(self.scale))
 
     def record(self, found_inf: Tensor, grad_max: Tensor | None = None) -> None:
-        """Set the state `found_inf` to 1 if the argument, the flag of one optimizer, is set.
+        """Set the state `found_inf` to 1 if a gradient of one optimizer was not finite.
 
-        The flag is a tensor of one element, of any dtype. Its value is non-zero or NaN if a
-        gradient of the optimizer was not finite.
-
+        found_inf: a tensor of one element, of any dtype, for one optimizer. A value that is
+            non-zero or NaN means that a gradient of the optimizer was not finite.
         grad_max: the largest gradient magnitude, which only `logmax` uses.
         """
         self.found_inf.logical_or_(found_inf.reshape(()))
@@ -112,7 +116,7 @@ class LossScale(ABC):
         self.found_inf.zero_()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return copies of every state tensor, on their device, and the `kind`."""
+        """Return the `kind` of the loss scale, and copies of all state tensors on their device."""
         return {"kind": self.kind} | {name: getattr(self, name).clone() for name in self._fields}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -120,7 +124,7 @@ class LossScale(ABC):
 
         Raises:
             ValueError: A key is missing or unknown, a tensor has another dtype or shape, or the
-                state is of another kind. The message names the key; nothing is changed.
+                state is of another kind. The error message names the key. No state is changed.
         """
         names = {"kind", *self._fields}
         if state.get("kind", self.kind) != self.kind:
@@ -160,8 +164,8 @@ class StaticLossScale(LossScale):
 
     Args:
         scale: FP32, from 2**-126 to 2**126.
-        max_consecutive_skips: >= 1. After this many skips in a row `collapsed()` is true, because a
-            fixed scale cannot decrease.
+        max_consecutive_skips: >= 1. After `max_consecutive_skips` skips in a row, `collapsed()` is
+            true, because a fixed scale cannot decrease.
     """
 
     kind = "static"
@@ -230,9 +234,9 @@ class DynamicLossScale(LossScale):
         """Load the state as `LossScale.load_state_dict` does, then clamp it to the limits of this
         object's rule.
 
-        If the saved state has the same rule, clamping changes nothing. If this object has a shorter
-        `growth_interval`, the saved count of clean steps could exceed it, and without clamping the
-        scale would never grow again.
+        If the saved state comes from a loss scale with the rule of this object, clamping changes
+        nothing. If the `growth_interval` of this object is shorter than the saved count of clean
+        steps, the scale would never grow again without clamping.
         """
         super().load_state_dict(state)
         self.scale.clamp_(self.rule.min_scale, self.rule.max_scale)
@@ -263,23 +267,29 @@ class DynamicLossScale(LossScale):
 class LogMaxLossScale(LossScale):
     """A loss scale computed from recent values of log2 of the largest gradient.
 
-    The method is the "LogNormal" scaling of Kuchaiev et al., arXiv 1805.10387. Its original code is
-    NVIDIA/OpenSeq2Seq, optimizers/automatic_loss_scaler.py, LogMaxScaler. Let x be log2 of the
-    step's largest unscaled gradient magnitude, and mu the moving average of x (`beta1`). Let sigma
-    be the standard deviation from moving averages of x and x**2 (`beta2`). All are bias-corrected.
-    Then scale = 2**(log_max - mu - overflow_std_dev * sigma), kept in [min_scale, max_scale]. With
-    3.09 standard deviations, the probability of overflow is 0.001. Overflowing steps are skipped.
+    The method is the "LogNormal" scaling of Kuchaiev et al., arXiv 1805.10387, first implemented in
+    NVIDIA/OpenSeq2Seq (LogMaxScaler in optimizers/automatic_loss_scaler.py). After each step it
+    sets scale = 2**(log_max - mu - overflow_std_dev * sigma), kept in [min_scale, max_scale]:
 
-    This class differs from the original code in four points. The averages are float64, because
-    E[x**2] - E[x]**2 cancels in float32. The formula uses `log_max`, where the original code always
-    uses 16. If the largest gradient of a step is 0, the averages and the scale stay unchanged; the
-    original code would compute log2(0). A step with a non-finite gradient counts as x =
-    `overflow_log2` (default: `log_max`). The original code uses x = 2**log_max instead, so one
-    overflow keeps the scale at its floor for hundreds of steps; `overflow_log2=2.0**16` reproduces
-    this.
+    - x is log2 of the step's largest unscaled gradient magnitude.
+    - mu is the moving average of x, with decay `beta1`.
+    - sigma is the standard deviation of x, from moving averages of x and x**2 with decay `beta2`.
+
+    All averages are bias-corrected. With overflow_std_dev=3.09, the probability of overflow is
+    0.001. Overflowing steps are skipped.
+
+    This class differs from OpenSeq2Seq in four points:
+
+    - The averages are float64, because E[x**2] - E[x]**2 cancels in float32.
+    - The exponent of the scale contains `log_max`; OpenSeq2Seq always uses 16.
+    - If the largest gradient of a step is 0, the averages and the scale stay unchanged; OpenSeq2Seq
+      would compute log2(0).
+    - For a step with a non-finite gradient, x is `overflow_log2` (default: `log_max`). OpenSeq2Seq
+      uses x = 2**log_max, so one overflow keeps its scale at the floor for hundreds of steps.
+      `overflow_log2=2.0**16` reproduces OpenSeq2Seq.
 
     Args:
-        rule: the numbers of this formula.
+        rule: the values of log_max, beta1, beta2, overflow_std_dev and the limits.
     """
 
     kind = "logmax"
@@ -304,7 +314,7 @@ class LogMaxLossScale(LossScale):
         self._betas = torch.tensor(betas, dtype=torch.float64, device=device)
 
     def record(self, found_inf: Tensor, grad_max: Tensor | None = None) -> None:
-        """Record the flag as `LossScale.record` does, and keep the largest `grad_max` of the
+        """Record `found_inf` as `LossScale.record` does, and keep the largest `grad_max` of the
         iteration.
 
         `grad_max` is a floating-point tensor of one element, the largest magnitude of the unscaled

@@ -48,28 +48,30 @@ def _check_range(rule: Any) -> None:
 class DynamicRule:
     """The rule by which a `DynamicLossScale` backs off and grows.
 
-    If the last four fields have their defaults, this is the rule of torch.amp.GradScaler (with the
-    same kernel), limited to [min_scale, max_scale]. The files conf/scaler/*.yaml contain other
-    published rules. A clean step is one without overflow.
+    By default this is the rule of torch.amp.GradScaler (with the same kernel), limited to
+    [min_scale, max_scale]. The fields growth_delay, refill_on_clean_step, tolerance and
+    hold_at_floor extend that rule. The files conf/scaler/*.yaml contain published rules. A clean
+    step is a step without overflow.
 
     Args:
         init_scale, min_scale, max_scale: FP32, 2**-126 <= min <= init <= max <= 2**126.
         growth_factor: > 1; multiplies the scale, in float64 with one rounding, when it grows.
-        backoff_factor: in (0, 1); multiplies the scale in the same way when it decreases.
+        backoff_factor: in (0, 1); multiplies the scale, in float64 with one rounding, when it
+            decreases.
         growth_interval: >= 1; the scale grows after this many clean steps since the start, the last
             growth or the last overflow.
-        hysteresis: >= 1; number of credits. Each overflow uses one credit. The overflow that uses
-            the last credit lowers the scale, and so does each later overflow. Growth of the scale
-            restores all credits; with `refill_on_clean_step` every clean step also does so.
+        hysteresis: >= 1; number of overflows that it takes to lower the scale. The count begins
+            again when the scale grows; with `refill_on_clean_step` it begins again at every clean
+            step. Each overflow after the last of these also lowers the scale.
         max_consecutive_skips: >= 1, see `LossScale.collapsed`.
         growth_delay: >= 0; additional clean steps before the first growth after the start or an
             overflow.
         tolerance: in [0, 1]; an overflow lowers the scale only if the rate of overflows is at least
-            this value. This rate is the number of overflows since the last decrease of the scale,
-            divided by the number of steps since its last change. With a tolerance above 0,
-            hysteresis must be 1.
-        hold_at_floor: whether an overflow leaves the scale unchanged if the decreased scale would
-            be `min_scale` or less. If False, the scale then becomes `min_scale`.
+            `tolerance`. The rate of overflows is the number of overflows since the last decrease of
+            the scale, divided by the number of steps since its last change. With a tolerance above
+            0, hysteresis must be 1.
+        hold_at_floor: what an overflow does if the decreased scale would be `min_scale` or less.
+            With True, the scale stays unchanged. With False, the scale becomes `min_scale`.
 
     Raises:
         ValueError: An argument is out of range; the message names it.
@@ -116,7 +118,7 @@ class LogMaxRule:
     Args:
         init_scale, min_scale, max_scale: FP32, 2**-126 <= min <= init <= max <= 2**126.
         log_max, overflow_log2: finite numbers of at most 2**31 in magnitude.
-        beta1, beta2: decay of the averages, in (0, 1).
+        beta1, beta2: decay of the moving averages of x and x**2, in (0, 1).
         overflow_std_dev: number of standard deviations, in [0, 100].
         max_consecutive_skips: >= 1, see `LossScale.collapsed`.
 

@@ -55,32 +55,32 @@ class PrecisionPolicy:
     param_dtype: weights, inputs and activations of the model, and their gradients.
     norm_dtype: parameters, statistics and arithmetic of norm layers.
     master_dtype: dtype of the master weights, which the optimizer updates; the model computes with
-        copies of them. None: the optimizer updates the parameters with which the model computes. 16
-        bits: the master weights are FP32 tensors whose values are rounded to this dtype. This
-        applies only to parameters that have 16-bit copies.
+        copies of them. If master_dtype is None, the optimizer updates the parameters with which
+        the model computes. If it is a 16-bit dtype, the master weights are FP32 tensors whose
+        values are rounded to master_dtype. Only parameters with 16-bit copies are rounded so.
     grad_dtype: dtype in which gradients are divided by the loss scale. Without master weights,
-        gradients are also accumulated and clipped in this dtype. With master weights, they are
+        gradients are also accumulated and clipped in grad_dtype. With master weights, gradients are
         accumulated and clipped in FP32.
     loss_dtype: dtype of logits inside softmax and loss.
-    autocast_dtype: dtype in which torch.autocast runs the operations of its lower-precision list.
-        None: no autocast.
+    autocast_dtype: dtype in which torch.autocast runs the operations of its lower-precision list,
+        or None for no autocast.
     fp32_math: arithmetic of FP32 products on CUDA, "ieee" or "tf32".
     reduce_dtype: dtype in which gradients are summed over ranks before they are divided by the loss
-        scale. None: unscaled gradients are summed in the dtype of `.grad`. The micro-batches of an
-        update are summed as if each came from its own rank.
-    reduce_divide: when gradients are divided by the number of ranks (before or after this sum, or
-        partly before it), see `mprun.distributed.reduction.factors`.
-    reduce_order: order in which this sum adds the gradients of the ranks, see
+        scale. If reduce_dtype is None, unscaled gradients are summed in the dtype of `.grad`. The
+        micro-batches of an update are summed as if each came from its own rank.
+    reduce_divide: when gradients are divided by the number of ranks: before or after the sum over
+        ranks, or partly before it, see `mprun.distributed.reduction.factors`.
+    reduce_order: order in which the gradients of the ranks are added, see
         `mprun.distributed.reduction.in_order`.
     rounding: how updated weights are rounded if master weights, or weights without a master copy,
         have 16 bits. "nearest": a weight without a master copy is updated in its own dtype, or in
         FP32 if state_dtype is set. "stochastic", "kahan": each weight is updated in FP32 and then
         rounded, see `mprun.precision.rounded_weights`.
     state_dtype, square_dtype, state_rounding: formats and rounding of the optimizer state, see
-        `StateFormats`. None: the state keeps the dtype in which the update computes it.
-    matmul: products of linear layers in 8 bits or fewer. None: linear layers compute like other
-        layers.
-    attention: attention in FP8. None: attention computes like other operations.
+        `StateFormats`. If state_dtype is None, the state has the dtype of the update's arithmetic.
+    matmul: products of linear layers in 8 bits or fewer. If matmul is None, linear layers compute
+        like other layers.
+    attention: attention in FP8. If attention is None, it computes like other operations.
     """
 
     name: str
@@ -146,11 +146,11 @@ class PrecisionPolicy:
         return own if own is not None and own.itemsize == 2 else None
 
     def why_stuck(self, decay: float, state: str = "exp_avg_sq") -> str | None:
-        """Return why an average in the optimizer state cannot decay by this factor, or None if it
-        can.
+        """Return why an average in the optimizer state cannot decay by the factor `decay`, or None
+        if it can.
 
         State that is rounded to nearest keeps its value if 1 - decay is below `least_decay`. With
-        stochastic rounding, the expected value of the state decays by exactly this factor. If all
+        stochastic rounding, the expected value of the state decays by exactly `decay`. If all
         numbers of a block decay together, the scale of the block decays.
         """
         form = self.states.of(state)
@@ -186,8 +186,8 @@ class PrecisionPolicy:
 
     @property
     def formats(self) -> tuple[torch.dtype, ...]:
-        """Return the operand dtypes of products on a GPU, except FP32. The 16-bit dtype comes
-        first."""
+        """Return the operand dtypes of products on a GPU, except FP32: first the 16-bit dtype, then
+        narrower ones."""
         narrow = () if self.half_dtype is None else (self.half_dtype,)
         others = () if self.matmul is None else self.matmul.multiplied
         return tuple(dict.fromkeys((*narrow, *others)))
@@ -241,7 +241,7 @@ def build_policy(name: str, values: Mapping[str, Any]) -> PrecisionPolicy:
     or words such as `nearest`.
 
     Raises:
-        ValueError: A value is not an allowed dtype or word.
+        ValueError: A value is not allowed for its key.
     """
     flat: dict[str, Any] = {}  # {"update": {"rounding": "kahan"}} as {"update.rounding": "kahan"}
     for key, value in values.items():
@@ -323,8 +323,8 @@ def get_policy(name: str, folder: str | Path | None = None) -> PrecisionPolicy:
 
     Args:
         name: name of the mode, such as "fp16_master".
-        folder: folder with your own file `name`.yaml; None: mprun's own files. A value that the
-            file lacks is that of FP32.
+        folder: folder with your own file `name`.yaml; None means mprun's own files. Keys that the
+            file does not set have their FP32 values.
 
     Raises: ValueError: The file does not exist, or it defines no mode.
     """
@@ -377,9 +377,9 @@ def pin_math_flags(
     """Set torch's flags so that FP32 products compute in "ieee" or "tf32", and 16-bit products
     reduce in FP32.
 
-    `deterministic` also selects deterministic kernels. The autotuner of cuDNN is then off, because
-    it may choose another kernel in another run; otherwise the autotuner is on. The argument
-    `autotune` overrides this rule.
+    `deterministic=True` also selects deterministic kernels. It turns the autotuner of cuDNN off,
+    because the autotuner may choose another kernel in another run. With `deterministic=False` the
+    autotuner is on. The argument `autotune` sets the autotuner for any value of `deterministic`.
     """
     pin_products(fp32_math)
     torch.backends.cudnn.benchmark = not deterministic if autotune is None else autotune
@@ -417,7 +417,7 @@ def ieee_fp32() -> Iterator[None]:
 
 
 def read_math_flags() -> dict[str, str | bool]:
-    """Return the present flags, as torch reports them."""
+    """Return the current values of the flags that `pin_math_flags` sets, as torch reports them."""
     matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
     return {
         **{f"{name}.fp32_precision": _backend(name).fp32_precision for name in _FP32_PRODUCTS},

@@ -27,7 +27,7 @@ class Update(NamedTuple):
     figures: Mapping[str, Tensor] = MappingProxyType({})  # of the network itself
 
     def metrics(self, prefix: str = "") -> dict[str, Tensor]:
-        """Return the results that are not None, by `prefix` and their name in metrics.jsonl."""
+        """Return a mapping from `prefix` + name in metrics.jsonl to result, without None."""
         own = self._asdict()
         own |= own.pop("figures")
         return {prefix + name: value for name, value in own.items() if value is not None}

@@ -125,9 +125,9 @@ def sweep(
     the sweep records this result and continues. An error other than divergence ends the sweep.
 
     With `until="decided"` the sweep adds seeds in rounds. Each round adds one seed for FP32 and for
-    each mode without a verdict, up to `max_seeds`. Before its training, each run records the numbers
-    of seeds at which verdicts are computed. Because these numbers are fixed in advance, the error
-    rate of the verdicts stays at 5 %.
+    each mode without a verdict, up to `max_seeds`. Before its training, each run records the
+    numbers of seeds at which verdicts are computed. Because these numbers are fixed in advance, the
+    error rate of the verdicts stays at 5 %.
 
     Args:
         train: the function; it may read `run.precision` and `run.seed`.

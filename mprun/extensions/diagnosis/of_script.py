@@ -46,8 +46,8 @@ def explain(step: Callable[[], Any], optimizer: Optimizers, *, steps: int = 1) -
 
     The function runs up to `steps` steps of the script and watches every operation, so that a step
     takes about ten times as long. The function stops at the first step in which the loss, a
-    gradient or an updated weight is not finite. At its end, the function restores weights, optimizer
-    states, loss scales and random states, but no other state of the script.
+    gradient or an updated weight is not finite. At its end, the function restores weights,
+    optimizer states, loss scales and random states, but no other state of the script.
 
     Args:
         step: function that runs a whole step and returns its loss, a 0-dim tensor.
