@@ -299,14 +299,17 @@ def put_channels_last(network: nn.Module) -> nn.Module:
 def _own_networks(config: CustomModelConfig, data: Source) -> list[nn.Module]:
     factory = Factory("model.factory", config.factory)
     made = factory(data, **config.options)
-    must = f"{factory}: must return"
     if kind_of(config).networks == 1:
         made = (made,)
     elif not isinstance(made, tuple | list) or len(made) != 2:
-        raise BadInput(f"{must} (generator, discriminator), not a {type(made).__name__}")
+        raise BadInput(
+            f"{factory}: must return (generator, discriminator), not a {type(made).__name__}"
+        )
     for network in made:
         if not isinstance(network, nn.Module):
-            raise BadInput(f"{must} a torch.nn.Module, not a {type(network).__name__}")
+            raise BadInput(
+                f"{factory}: must return a torch.nn.Module, not a {type(network).__name__}"
+            )
         parameters = dict(network.named_parameters())
         if not any(p.requires_grad for p in parameters.values()):
             raise BadInput(f"{factory}: the network has no parameter to train")

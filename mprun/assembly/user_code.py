@@ -174,19 +174,23 @@ class Trial:
         state, found = None, []
         for what in ("forward(tokens, None)", "forward(tokens, state)"):
             output = call(what, self.networks[0], tokens, state)
-            must = f"{self.name}: {what} must return"
             if not isinstance(output, tuple | list) or len(output) != 2:
-                raise BadInput(f"{must} (logits, state), but returned {shape_of(output)}")
+                raise BadInput(
+                    f"{self.name}: {what} must return (logits, state), but returned "
+                    f"{shape_of(output)}"
+                )
             logits, new = output
             self._expect(what, logits, (*tokens.shape, self.data.vocab_size))
             if not isinstance(new, tuple | list) or not all(isinstance(s, Tensor) for s in new):
                 raise BadInput(
-                    f"{must} the state as a tuple of tensors (empty if no state is carried on), "
-                    f"but returned {shape_of(new)} as state"
+                    f"{self.name}: {what} must return the state as a tuple of tensors (empty if no "
+                    f"state is carried on), but returned {shape_of(new)} as state"
                 )
             if new and not self.carries_state:
-                given = f"but returned a state of {len(new)} tensors"
-                raise BadInput(f"{must} () as state with model.carries_state=false, {given}")
+                raise BadInput(
+                    f"{self.name}: {what} must return () as state with model.carries_state=false, "
+                    f"but returned a state of {len(new)} tensors"
+                )
             if state is not None and [s.shape for s in state] != [s.shape for s in new]:
                 raise BadInput(f"{self.name}: the state must have the same shapes in every batch")
             state = tuple(part.detach() for part in new)
@@ -204,8 +208,10 @@ class Trial:
             )
         logits = call("discriminator", discriminator, images)
         if not isinstance(logits, Tensor) or logits.shape != real.shape[:1]:
-            must = f"discriminator of {shape_of(images)} must return logits [{len(real)}]"
-            raise BadInput(f"{self.name}: {must}, but returned {shape_of(logits)}")
+            raise BadInput(
+                f"{self.name}: discriminator of {shape_of(images)} must return logits "
+                f"[{len(real)}], but returned {shape_of(logits)}"
+            )
         return [logits]
 
     def _expect(self, what: str, logits: object, least: tuple[int, ...]) -> None:
@@ -217,8 +223,10 @@ class Trial:
             and logits.shape[-1] >= least[-1]
         )
         if not fits:
-            must = f"must return floating-point logits {list(least)}"
-            raise BadInput(f"{self.name}: {what} {must}, but returned {shape_of(logits)}")
+            raise BadInput(
+                f"{self.name}: {what} must return floating-point logits {list(least)}, but "
+                f"returned {shape_of(logits)}"
+            )
 
 
 def shape_of(value: object) -> str:

@@ -133,11 +133,14 @@ def check_vouched(named: Mapping[str, Any], given: Vouched) -> None:
     ]
     if unknown:
         key, name = unknown[0]
-        why = f"{assignment(key, name)}: the run's record names this path, but mprun uses a path"
+        why = f"{assignment(key, name)}: the run's record names this path"
         if key in _CODE_KEYS:
-            why = f"{key}: the run's record names code, but mprun runs code"
+            why = f"{key}: the run's record names code"
         add = shlex.join(assignment(*one) for one in unknown)
-        raise Untrusted(f"{why} only if the command names it, too; if you trust it, add {add}")
+        raise Untrusted(
+            f"{why}. mprun uses recorded code and paths only if the command names them, too; if "
+            f"you trust them, add {add}"
+        )
 
 
 def say_own(record: Mapping[str, Any], given: Vouched) -> None:

@@ -204,8 +204,10 @@ def _ascending(
     wrong = np.flatnonzero(difference <= 0 if strictly else difference < 0)
     if len(wrong):
         i = wrong[0] + 1
-        must = f"must not come after {name} {values[i - 1]}"
-        raise Damaged(f"{path}: line {at[i] + 1}: {name} {values[i]} {must}")
+        raise Damaged(
+            f"{path}: line {at[i] + 1}: {name} {values[i]} must not come after {name} "
+            f"{values[i - 1]}"
+        )
 
 
 def _longest_streak(steps: np.ndarray) -> int:

@@ -170,7 +170,7 @@ def test_a_path_may_hold_any_character(name, folder, capsys):
     line = refused(
         capsys, f"resume={run}", "train.steps=5", says="the run's record names this path"
     )
-    words = shlex.split(line.partition("if you trust it, add ")[2])
+    words = shlex.split(line.partition("if you trust them, add ")[2])
     if "\n" not in name:  # which a line cannot show
         assert main([f"resume={run}", "train.steps=5", *words]) == 0
     assert main([f"resume={run}", "train.steps=6", *places]) == 0

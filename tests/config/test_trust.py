@@ -211,7 +211,7 @@ def test_what_lies_outside_of_a_run():
     [
         (
             {"data.root": "/d"},
-            "data.root=/d: the run's record names this path, but mprun uses a path only if",
+            "data.root=/d: the run's record names this path. mprun uses recorded code and paths",
         ),
         # The name of a module of mprun, which needs no naming, is one of code alone.
         ({"data.cache": "mprun.models./../../etc"}, "data.cache=mprun.models./../../etc: the run"),

@@ -74,6 +74,6 @@ def test_what_is_not_clear(tmp_path, names, says):
 def test_a_folder_without_a_split_is_the_wrong_one(tmp_path, names):
     for name in names:
         (tmp_path / name).mkdir() if name.endswith("/") else made(tmp_path, name)
-    with raises_line(DataError, f"data.root={tmp_path}: no train split") as caught:
+    with raises_line(DataError, f"data.root={tmp_path}: has no train split") as caught:
         find_text_files(tmp_path, ("train", "valid"))
     assert caught.type is DataError

@@ -146,5 +146,5 @@ def test_a_state_that_does_not_fit_is_refused_by_what_it_is_of(mode):
         made("adam").load_state_dict(saved)
     with pytest.raises(ValueError, match="saved as torch.float"):
         made(mode=OTHER[mode]).load_state_dict(saved)
-    with pytest.raises(ValueError, match="the same model"):
+    with pytest.raises(ValueError, match="the model of this run"):
         mixed(nn.Linear(6, 3), mode, scale=StaticLossScale(8.0)).load_state_dict(saved)

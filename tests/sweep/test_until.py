@@ -47,7 +47,7 @@ def in_empty_folder(tmp_path, monkeypatch):
         ),
         (
             ["-m", MODES, "compare.baseline=amp_bf16", *UNTIL],
-            "must also have amp_bf16 (compare.baseline)",
+            "add amp_bf16 to precision= (compare.baseline=amp_bf16)",
         ),
         (["-m", MODES, *UNTIL, "seed=9223372036854775805"], "seed=9223372036854775808: must be"),
         (["compare.plan=[0,3,2]"], "compare.plan=[0, 3, 2]: must be [first seed, seeds of the fi"),

@@ -168,7 +168,8 @@ def folder(tmp_path, monkeypatch):
             "WithF1",
             ["compare.metric=F1"],
             "compare.metric=F1: did you mean 'f1'? f1_task:WithF1 declares loss, top1, top5, f1; "
-            "for another metric set compare.higher_is_better=true and compare.margin=X, or ",
+            "for another metric set compare.higher_is_better=true and compare.margin=X, or "
+            "compare.higher_is_better=false",
         ),
         (
             "Twice",

@@ -206,9 +206,8 @@ def read_instances(path: str) -> Instances:
             )
         name = image.file_name
         if os.path.isabs(name) or ".." in name.split("/") or "\0" in name:
-            shown_name = printable(name)
             raise DamagedData(
-                f"{shown}: the file_name {shown_name!r} must be a path inside the image folder"
+                f"{shown}: the file_name {printable(name)!r} must be a path inside the image folder"
             )
     found.categories.sort(key=lambda own: own.id)
     return found

@@ -117,8 +117,9 @@ def _sides(parser: Arguments, named: list[str], batch: list[int], pad: list[int]
     for flag, values in (("--batch", batch), ("--pad", pad)):
         if named and len(values) not in (1, len(named)):
             text = ",".join(map(str, values))
-            must = f"must have 1 value, or {len(named)} values (one per mode)"
-            raise BadInput(f"{flag} {text}: {must}")
+            raise BadInput(
+                f"{flag} {text}: must have 1 value, or {len(named)} values (one per mode)"
+            )
     sides = [
         Side(mode, batch[place % len(batch)], pad[place % len(pad)])
         for place, mode in enumerate(named)
