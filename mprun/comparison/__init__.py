@@ -66,8 +66,8 @@ def compare(
         lower_is_better: Whether lower values of the metric are better.
         absolute: Whether the margin is in the metric's unit, not relative to the baseline.
         paired: Whether every label lists its runs in the same order of seeds; only with `scalar`.
-        pair_sd: Known standard deviation of the gap between the run of a mode and the run of the
-            baseline, in the margin's unit; only for one run each.
+        pair_sd: Known standard deviation of the gap between a mode's run and the baseline's run, in
+            the margin's unit. It is allowed only if both have one run.
 
     Returns:
         The comparison: `verdicts`, `to_dict()`, `write(folder)`.

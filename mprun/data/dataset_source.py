@@ -242,11 +242,11 @@ class DatasetSource(LoadedSource):
 
     The training items have a new order for each (seed, epoch); items at the end that do not fill a
     batch are left out. The held-out items keep their order. During each call of ``__getitem__`` the
-    global random generators of Python, NumPy and torch (CPU) have a seed that depends on (seed,
-    epoch, index) for a training item, and on the index alone for a held-out item. After each call
-    of ``__getitem__`` the global generators get back their former state. Random augmentation that
-    uses the global generators repeats exactly for any number of workers, also in a resumed run.
-    Augmentation with other generators is refused.
+    global random generators of Python, NumPy and torch (CPU) are seeded for this item. The seed of
+    a training item depends on (seed, epoch, index), that of a held-out item on its index. After
+    each call of ``__getitem__`` the global generators get back their former state. Random
+    augmentation that uses the global generators repeats exactly for any number of workers, also in
+    a resumed run. Augmentation with other generators is refused.
 
     A stream, such as a `torch.utils.data.IterableDataset`, is iterated from its start in each
     epoch, after ``set_epoch(epoch)`` if it has this method. A stream determines the order of its
@@ -257,9 +257,9 @@ class DatasetSource(LoadedSource):
     ``workers`` processes read training items in advance, and the same number of processes read
     held-out items. With ``workers=0`` the calling thread reads all items. Worker processes need
     data sets that can be pickled, and ``close()`` ends the processes. If you pass no ``sha256``,
-    the source computes a hash from the lengths of both splits and from up to 64 evenly spaced items
-    of each split. If you pass a ``sha256``, it is recorded without a check. The keyword arguments
-    in ``served`` are the fields of `Serving`.
+    the source hashes the lengths of both splits and up to 64 evenly spaced items of each split. If
+    you pass a ``sha256``, it is recorded without a check. The keyword arguments in ``served`` are
+    the fields of `Serving`.
 
     Raises:
         ValueError: An argument is out of range.

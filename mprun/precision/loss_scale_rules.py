@@ -67,8 +67,8 @@ class DynamicRule:
         growth_delay: >= 0; additional clean steps before the first growth after the start or an
             overflow.
         tolerance: in [0, 1]; an overflow lowers the scale only if the rate of overflows is at least
-            `tolerance`. The rate of overflows is the number of overflows since the last decrease of
-            the scale, divided by the number of steps since its last change. With a tolerance above
+            `tolerance`. The rate of overflows is the number of overflows since the scale last fell,
+            divided by the number of steps since it last changed. With a tolerance above
             0, hysteresis must be 1.
         hold_at_floor: what an overflow does if the decreased scale would be `min_scale` or less.
             With True, the scale stays unchanged. With False, the scale becomes `min_scale`.

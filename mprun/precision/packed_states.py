@@ -171,7 +171,7 @@ def refuse_signed(saved: Mapping[str, Any], keys: Iterable[str]) -> None:
         if signed and formats.of(name) == "dynamic8":
             raise ValueError(
                 f"optimizer state {name} in dynamic8 must be stored without a sign bit; an earlier "
-                "version of mprun has saved it with one, so begin a new run"
+                "version of mprun saved it with one; begin a new run"
             )
 
 

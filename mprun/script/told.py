@@ -65,8 +65,8 @@ class Told:
             values: list[Any] = json.loads(self._store.get(key))
         except RuntimeError as error:
             raise RuntimeError(
-                f"mprun.Run: process 0 has sent no {key}; create the Run in every process, and "
-                "make the same calls in every process (only process 0 writes files)"
+                f"mprun.Run: process 0 has sent no {key}; create the Run in every process and "
+                "make the same calls there (only process 0 writes files)"
             ) from error
         return values
 
