@@ -20,6 +20,7 @@ from mprun.record.seed_plan import SeedPlan
 
 MOST_MISSING = 3  # runs without an outcome, after which a mode gets no more seeds
 OVER_ALL = "(planned looks, 5 % over all)"
+REPEATED = "its runs repeat those of an equal configuration"
 
 
 @dataclass(slots=True)
@@ -79,8 +80,11 @@ class Rounds:
         ended: The directory of each with an outcome. failed: Those that ended without one.
         """
         before = [arm for arm in self.arms if arm.open]
+        known = {place for place, _ in ended}
         for place, arm in enumerate(self.arms):
-            arm.open, arm.text, arm.baseline = False, "no run has an outcome", None
+            arm.open, arm.baseline = False, None
+            # Whatever judges its runs says more; a repeat of a run is not judged.
+            arm.text = REPEATED if place in known else "no run has an outcome"
             arm.seeds = {seed for own, seed in (*ended, *failed) if own == place}
         if ended:
             try:

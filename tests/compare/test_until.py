@@ -83,6 +83,8 @@ def test_runs_outside_of_the_plan_are_left_out():
     found = verdict_of(own, baseline(6))
     assert (found.name, found.seeds) == ("matches", [0, 1, 2])
     assert found.left_out == ["seeds 3-5 of amp, recorded outside of its plan"]
+    own.runs = own.runs[:4]
+    assert verdict_of(own, baseline(6)).left_out == ["seed 3 of amp, recorded outside of its plan"]
     # A baseline without the plan serves: its values tell nothing of the mode.
     assert verdict_of(arm(CLOSE), baseline(10, plan=None)).left_out == []
 
@@ -118,6 +120,9 @@ def test_the_seeds_that_are_still_needed_count_at_their_own_alphas():
     assert planned.more_needed(interval, 0.02, 3, 10) == 2
     assert planned.more_needed(interval, 0.03, 3, 10) == 1
     assert planned.more_needed(interval, 0.001, 3, 10) is None
+    # s = 0.0267: t(1 - .0234, 9) s / sqrt(10) = 0.0194; one look before t(1 - .0197, 8) s / 3 =
+    # 0.0219.
+    assert verdict_of(arm([0.0267, -0.0267, 0.0]), baseline()).needed == 7
 
 
 def false_matches(draws: int, plan=PLAN) -> float:
@@ -207,6 +212,20 @@ def test_what_is_undecided_hopeless_diverged_or_lost_is_said(tmp_path):
     assert lines[1:] == ["amp: no run has an outcome; no outcome of seeds 0-2"]
     asked, lines = in_rounds(tmp_path / "7", wide, lost=[("fp32", s) for s in range(10)])
     assert asked["amp"] == [0, 1, 2] and "no FP32 runs" in lines[1]
+
+
+def test_an_equal_configuration_that_a_sweep_has_twice_is_judged_once_and_says_so(tmp_path):
+    rounds = Rounds([SweptArm(name, SeedPlan(0, 3, 5)) for name in ("fp32", "amp", "amp again")])
+    ended = {}
+    for place, seed in rounds.following():
+        mode, final = ("fp32", "amp", "amp")[place], BASE[seed] + CLOSE[seed] * (place > 0)
+        keys = {"compare.plan": [0, 3, 5], "train.log_every": 1 + place}  # changes no number
+        folder = tmp_path / f"{place}-s{seed}"
+        ended[place, seed] = write_run(folder, mode, seed, final=final, overrides=keys)
+    rounds.judge(ended)
+    first, again = rounds.lines()
+    assert first.startswith("amp: matches after 3 of at most 5 seeds")
+    assert again == "amp again: its runs repeat those of an equal configuration"
 
 
 def test_a_baseline_that_loses_its_runs_ends_the_rounds(tmp_path):
