@@ -269,7 +269,7 @@ def _baseline(family: list[SeedGroup], allow: Sequence[str]) -> SeedGroup | None
     candidates = given or usual or named or plain
     if len(candidates) < 2:
         return candidates[0] if candidates else None
-    if candidates[0].given:
+    if given:
         first, second = candidates[:2]
         raise BadInput(
             f"--baseline: {first.first.path} and {second.first.path} differ in "

@@ -233,7 +233,7 @@ def _row(arm: Arm, baseline: Arm, verdict: Verdict, own: list[Outcome]) -> Row:
     # Ratios need the same device and the same probing on both sides.
     alike = len({_device(run) for run in (*arm.runs, *baseline.runs)}) == 1
     speedup, memory_ratio, activation_ratio = (
-        one / other if alike and one is not None and other else None
+        one / other if alike and one and other else None
         for one, other in zip(costs, _costs(baseline.runs), strict=True)
     )
     ends = [end for run in arm.runs for end in run.scale_range or ()]
