@@ -96,11 +96,15 @@ def test_settings_of_the_usual_scaler_are_named_where_they_vary(tmp_path):
     write_run(tmp_path / "a", "amp")
     write_run(tmp_path / "b", "amp", overrides={"scaler.init_scale": 1024.0})
     write_run(tmp_path / "c", "amp", overrides={"cpu_half": "native"})
+    write_run(tmp_path / "d", "amp_bf16")
+    write_run(tmp_path / "e", "amp_bf16", overrides={"cpu_half": "native"})
     [group], _ = grouped(tmp_path)
     assert labels(group)[1:] == [
         "amp (dynamic cpu_half=emulated init_scale=65536)",
         "amp (dynamic cpu_half=emulated init_scale=1024)",
         "amp (dynamic cpu_half=native init_scale=65536)",
+        "amp_bf16 (cpu_half=emulated)",
+        "amp_bf16 (cpu_half=native)",
     ]
 
 

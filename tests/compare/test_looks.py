@@ -114,6 +114,7 @@ def test_spent_alphas(most):
     """The error of an alpha is about that of the share that crossed up to its look."""
     alphas = spent_alphas(3, most)
     assert alphas[0] == spent_by(3, most)  # nothing to simulate
+    assert alphas[1:] == tuple(round(alpha, 6) for alpha in alphas[1:])  # on every processor
     for count, (alpha, percent) in enumerate(zip(alphas, SPENT[most], strict=True), 3):
         error = math.sqrt(spent_by(count, most) * (1 / DRAWS + 1 / 200_000))
         assert alpha == pytest.approx(percent / 100, abs=4 * error + 0.00005)
@@ -140,7 +141,7 @@ def test_spent_alphas_where_a_look_gets_few_paths():
 
 
 def test_one_look_spends_all():
-    assert spent_alphas(10, 10) == (0.05,)
+    assert spent_alphas(10, 10) == spent_alphas(2, 2) == (0.05,)
 
 
 @pytest.mark.parametrize("looks", [(1, 5), (5, 4)])

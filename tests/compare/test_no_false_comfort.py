@@ -57,7 +57,9 @@ def test_seeds_with_equal_records_are_one_run(study, capsys):
     # One digit at one step is enough to be another run.
     path = study / "amp-s2" / "metrics.jsonl"
     path.write_text(path.read_text().replace('"loss": 2.025, ', '"loss": 2.0250000000000004, '))
-    assert len(row_of_amp(capsys)["runs"]) == 2
+    row = row_of_amp(capsys)
+    assert len(row["runs"]) == 2
+    assert "seed 1 of amp, which recorded what seed 0 did" in row["verdict"]["sentence"]
 
 
 def test_runs_with_few_losses_may_be_equal_by_chance(study, capsys):

@@ -115,6 +115,15 @@ def test_the_first_common_step_is_told():
     assert first(1.0).startswith(same)
 
 
+@pytest.mark.parametrize("data, same", [("ab", False), ("aa", True), ([None] * 2, False)])
+def test_losses_that_are_no_numbers_in_both_runs_are_equal_and_data_by_its_sum(data, same):
+    pair = [made_run(0, 1.0, keys={"data.sha256": one} if one else {}) for one in data]
+    for run in pair:
+        run.train = {"step": np.array([1.0, 2.0]), "loss": np.array([2.0, np.nan])}
+    facts = pair_facts(*pair, LOSS, (0.0, 2.0))
+    assert facts["identical"] and facts["same_data"] == same
+
+
 def test_an_accuracy_is_held_against_the_bar_itself():
     """A training loss has no points; it stands beside."""
     top1 = Question(

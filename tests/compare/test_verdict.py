@@ -106,8 +106,9 @@ def test_evaluations_at_other_steps_within_the_window_are_refused():
     for arm, first in ((own, 100), (base, 200)):
         arm.runs = [made_run(seed, 9.0, 2.0, steps=[first, 300]) for seed in FP32]
     assert verdict_of(own, base).name == "matches"  # of the last evaluation alone
+    keys = {"compare.metric": "loss", "compare.margin": 0.01, "compare.window": 2}
     with raises_line(BadInput, "at step 100, 300, ", " at step 200, 300"):
-        verdict_of(own, base, window=2)
+        assess(ProtoGroup("t", "", base, [own], keys))
 
 
 def test_nan_is_a_divergence():
@@ -138,6 +139,11 @@ def test_diverged_runs_need_no_evaluation_and_no_length():
     alone = made_arm({0: 2.0}, mode="fp16_naive", nonfinite_step=3)
     for gan in (False, True):
         assert verdict_of(alone, made_arm(FP32), gan=gan).name == "diverged"
+    # Of runs without an evaluation nobody knows that the metric is none of theirs.
+    arms = [made_arm({0: 2.0}, mode, evals={}, **dead) for mode in ("fp32", "amp")]
+    keys = {"compare.metric": "loss", "compare.margin": 0.01, "compare.window": 1}
+    [row] = assess(ProtoGroup("t", "", arms[0], arms[1:], keys)).rows
+    assert row.verdict.name == "invalid baseline"
 
 
 def test_a_baseline_that_diverged_is_none():
