@@ -3,6 +3,7 @@
 import itertools
 import math
 import statistics
+from decimal import Decimal, localcontext
 from fractions import Fraction
 
 import numpy as np
@@ -99,6 +100,28 @@ def test_an_outlier_is_far_from_the_median_of_the_others(values):
         if distance > (60 if len(others) == 2 else 10) * spread > 0:
             found.append(place)
     assert outlier(values) == (found[0] if found else None)
+
+
+@pytest.mark.parametrize("rises", [1, -1])
+def test_the_near_end_of_a_ratio_keeps_its_digits_where_the_other_is_far(rises):
+    """The roots u of (mean(own - base) - u mean(base))^2 = t^2 / n * var(own - base - u base)."""
+    t = stats.t.ppf(0.95, 2)
+    mean = math.sqrt(t * t / 3 * (1 + 1e-10))  # a little less, and there were no bounds
+    base, own = [mean - 1, mean, mean + 1], [mean - 1 + 0.3 * rises, mean + 0.2, mean + 1.1]
+    with localcontext(prec=60):
+        gaps = [Decimal(a) - Decimal(b) for a, b in zip(own, base, strict=True)]
+        exact = [*map(Decimal, base)]
+
+        def part(x, y):
+            means, pairs = (sum(x) / 3, sum(y) / 3), zip(x, y, strict=True)
+            covariance = sum((a - means[0]) * (b - means[1]) for a, b in pairs) / 2
+            return means[0] * means[1] - Decimal(t) ** 2 / 3 * covariance
+
+        a, b, c = part(exact, exact), part(gaps, exact), part(gaps, gaps)
+        ends = [(b + sign * (b * b - a * c).sqrt()) / a for sign in (-1, 1)]
+    found = estimate(own, base, "paired", True)
+    near, far = (found.low, found.high)[::rises]
+    assert near == pytest.approx(float(ends[::rises][0]), rel=1e-12) and abs(far) > 1e9
 
 
 def half(method, variances, counts, alpha):
