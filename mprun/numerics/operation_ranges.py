@@ -88,7 +88,7 @@ class OperationRanges(Collector):
         self._trace.__exit__(*error)
 
     def enter(self, module: nn.Module, inputs: tuple) -> None:
-        path = self._trace.paths.get(id(module), "")
+        path = self._trace.paths.get(id(module), type(module).__name__)
         self._learner = self._names.get(path, (self._learner, ""))[0]
         self._note_end(path, 0, inputs)
 

@@ -95,6 +95,7 @@ class Trace:
         self.forward_context, self.collector = task.forward_context, collector
         self.modules: list[str] = []
         self.paths = {id(module): path for path, _, module in named_modules(task)}
+        self._models = {type(learner.model) for learner in task.learners.values()}
         self._backward_of = ""
         self._forwarded = self._propagated = False
         self._inner, self._outer = _Mode(self._run), _Mode(self._run_outside)
@@ -153,7 +154,9 @@ class Trace:
         return operation.result
 
     def _enter(self, module: nn.Module, inputs: tuple) -> None:
-        if id(module) not in self.paths and not self.modules:
+        if self._is_outside(module):
+            if type(module) not in self._models:
+                return
             # The model's copy that an evaluation uses has the same names.
             for name, inside in module.named_modules():
                 self.paths.setdefault(id(inside), name)
@@ -163,7 +166,13 @@ class Trace:
         self._forwarded, self._propagated = True, False
         self.modules.append(self.paths.get(id(module), type(module).__name__))
 
+    def _is_outside(self, module: nn.Module) -> bool:
+        """Return whether no model contains or calls it: a criterion is a part of the loss."""
+        return not self.modules and id(module) not in self.paths
+
     def _leave(self, module: nn.Module, inputs: tuple, outputs: Any) -> None:
+        if self._is_outside(module):
+            return
         path = self.modules.pop()
         if self.collector.marks:
             self._mark(outputs, path)

@@ -2,6 +2,7 @@
 
 import copy
 from dataclasses import asdict
+from functools import partial
 
 import pytest
 import torch
@@ -29,6 +30,19 @@ def step_in_a_script(built):
         return F.cross_entropy(model(images), labels)
 
     return stepping(optimizer, loss), optimizer
+
+
+def test_a_criterion_that_is_a_module_is_a_part_of_the_loss():
+    def operations_of(criterion):
+        model, optimizer = prepared("fp32", nn.Linear(4, 3))
+        loss = partial(criterion, target=torch.arange(2))
+        step = stepping(optimizer, lambda: loss(model(torch.ones(2, 4))))
+        return mprun.probe(step, optimizer).learners["model"].operations
+
+    expected = operations_of(F.cross_entropy)
+    found = operations_of(nn.CrossEntropyLoss())
+    assert {place.phase for place in expected} == {"loss", "backward"}
+    assert found.keys() == expected.keys()
 
 
 @pytest.mark.slow
