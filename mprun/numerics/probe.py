@@ -267,8 +267,8 @@ class UpdateMeter:
         for name, updated in steps.named().items():
             if name in names and id(updated) in taken and updated.dtype.itemsize == 2:
                 stride = sampling_stride(updated)
-                if (narrow := steps.narrow) is not None and updated in narrow:
-                    state = narrow.widened(updated)
+                if steps.narrow is not None:
+                    state = steps.narrow.widened(updated)
                 else:
                     state = dict(self.inner.state.get(updated, {}))
                 kept = {key: _copy(value, updated, stride) for key, value in state.items()}

@@ -108,6 +108,17 @@ def test_a_run_in_16_bits_says_what_overflowed():
     found = probed(task_of(partial(Scores, 3e4), "fp16_master")).operations
     overflows = {place: own.overflows for place, own in found.items() if own.overflows}
     assert overflows == {Place("forward", "inner", "bmm"): 1}  # and softmax read its infinities
+    found = probed(task_of(InPlace, "fp16_master"))
+    overflows = {place: own.overflows for place, own in found.operations.items() if own.overflows}
+    assert overflows == {Place("forward", "inner", "pow_"): 1}
+    assert found.reach == {}  # the layer inside is none of the model's
+
+
+class InPlace(nn.Module):
+    """3000 squared is beyond FP16; it goes through a layer that the model does not contain."""
+
+    def forward(self, x):
+        return x + 1 / nn.Identity()(x * 0 + 3000).pow_(2)
 
 
 @pytest.mark.parametrize("gain", [1.0, 3e4])
@@ -184,6 +195,7 @@ OPERANDS = {
     "torch.addcdiv(a, b, c)": ["r", "r", "r0"],
     "a.rsqrt()": ["r0"],
     "a.exp()": ["r"],
+    "a.view(2, 1)": ["r"],
 }
 
 
@@ -205,6 +217,7 @@ def test_a_probe_keeps_the_most_notable_rows_in_order(tmp_path):
     rows = {Place("forward", f"{n:02}", "mul"): stats(2.0**-n) for n in range(60)}
     rows[Place("forward", "59", "div")] = stats(2.0**-20, divisor=2.0**-60)
     rows[Place("backward", "", "sum")] = stats(2.0**-20, overflows=3)
+    rows[Place("backward", "", "mul")] = stats(0.0)
     kept = most_notable(rows)
     assert [place.module for place in kept][:MOST] == [f"{n:02}" for n in range(MOST)]
     lost = [place for place, own in kept.items() if own.lost() == 1]

@@ -220,6 +220,9 @@ def test_every_call_of_a_gans_networks_counts(build_run):
     images = generator.tensors["activations"]["layers.tanh"].counts
     assert images.total == generator.tensors["activation_gradients"]["layers.tanh"].counts.total
     assert images.total == 4 * 3 * 32 * 32
+    # Losses are of D's outputs, whoever learns from them.
+    phases = [{place.phase for place in own.operations} for own in (discriminator, generator)]
+    assert "loss" in phases[0] and "loss" not in phases[1]
 
 
 def test_an_lstm_counts_outputs_and_states(build_run):

@@ -13,6 +13,8 @@ from mprun.numerics.exponent_shares import BINS, AppliedUpdates, ExponentCounts,
 from mprun.numerics.probe_record import (
     Agreement,
     LearnerProbe,
+    OperationStats,
+    Place,
     ProbeRecord,
     TensorStats,
     read_probes,
@@ -36,6 +38,7 @@ def record(step: int, **fields) -> ProbeRecord:
         },
         lost_updates={"a": LostUpdates(9, 1, 2, 3, 4), "b.c": LostUpdates(5, 0, 0, 5, 5)},
         applied_updates={"a": AppliedUpdates(0.5, 1.0, 2.0**-40)},
+        operations={Place("loss", "loss", "mul"): OperationStats(stats(5), overflows=2)},
         shadow={"a": Agreement(0.5, 1e-300, math.inf, 2.0), "b.c": Agreement(1.0, 4.0, 1.0, 1.0)},
     )
     return ProbeRecord(step, True, {"loss_scale": -3.5}, {"model": learner}, **fields)
@@ -66,6 +69,19 @@ def test_sums_over_modules():
     assert LearnerProbe().total_lost() == LostUpdates()
     assert LearnerProbe().total_agreement() is None
     assert own.total_agreement().dot == 1.5
+
+
+def test_what_fp16_makes_of_a_kind_in_words():
+    """Of 4 values two are zeros, one underflows and one overflows."""
+    classes = [{"-25": 1, "16": 1}, {}, {}, {}]
+    content = {"zeros": 2, "inf": 0, "nan": 0, "classes": classes}
+    own = TensorStats(ExponentCounts.from_json(content), 2.0**16, "fp32")
+    probe = LearnerProbe(tensors={"updates": {"a": own}})
+    said = "underflow 50 %, subnormal 0 %, overflow 50 %"
+    assert probe.in_words("updates") == f"updates (fp32): zeros 50 %; of the others in FP16: {said}"
+    assert probe.in_words("weights") == ""
+    after = own.shares({"fp16"})
+    assert math.isnan(after.underflow) and math.isnan(after.overflow) and after.subnormal == 0
 
 
 @pytest.mark.parametrize(
@@ -107,6 +123,8 @@ def test_damage_is_named(tmp_path):
         json.dumps(whole | {"learners": []}),
         json.dumps(whole | {"log2_loss_scale": {"loss_scale": "x"}}),
         json.dumps({k: v for k, v in whole.items() if k != "step"}),
+        json.dumps(whole).replace('"overflows": 2', '"overflows": "x"'),
+        json.dumps(whole).replace('"total": 9', f'"total": {2**63}'),
         json.dumps(whole).replace('"zeros": ', '"zeros": 1' + 39 * "0", 1),  # no int64 holds it
     ):
         path.write_text(damage)

@@ -122,6 +122,19 @@ def test_a_planted_sign_and_a_planted_zero(build_run):
     assert (nothing.norm_ratio, nothing.relative_error) == (0, 1)
 
 
+def test_a_gradient_that_the_step_has_not_is_not_compared(build_run):
+    task = build_run(*SMALL["conv_autoencoder"]).task
+    layers = task.learner.model.encoder.layers
+    with Shadow(task, chosen_modules(task.learners, [])) as shadow:
+        metrics = task.train_step(0)
+        layers.conv0.zero_grad()
+        layers.conv1.weight.grad = None
+    shadow.run(0, metrics)
+    found = shadow.read()["model"]
+    assert "encoder.layers.conv0" not in found
+    assert found["encoder.layers.conv1"].own == layers.conv1.bias.grad.double().square().sum()
+
+
 def test_an_overflow_shows(build_run):
     overrides = [*SMALL["conv_autoencoder"], "precision=fp16_master_scaled", "scaler=static"]
     own = shadowed(build_run(*overrides, "scaler.scale=1073741824").task)[0]["model"]
