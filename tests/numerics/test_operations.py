@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from mprun.numerics.operations import FirstStep, _of_casts, in_short, lines
+from mprun.numerics.operations import FirstStep, _of_casts, in_short, lines, memory_line
 from mprun.precision import DynamicLossScale, DynamicRule, get_policy, pin_math_flags
 from mprun.precision.block_formats import ELEMENTS
 from mprun.record.memory import ActivationMemory
@@ -143,9 +143,10 @@ def test_every_mode_runs_what_its_definition_says(mode):
 
 
 def test_calls_elements_and_flops_by_hand():
-    rows = {
-        (row["operation"], row["phase"]): row for row in watched("fp16_master").operations()["rows"]
-    }
+    table, phases = watched("fp16_master").operations()["rows"], ("forward", "backward", "update")
+    order = [(phases.index(row["phase"]), -row.get("flops", 0)) for row in table]
+    assert order == sorted(order)
+    rows = {(row["operation"], row["phase"]): row for row in table}
     convolution = rows["convolution", "forward"]
     assert convolution["calls"] == 1
     assert convolution["elements"] == BATCH * WIDTH * SIZE * SIZE
@@ -236,7 +237,12 @@ def in_place(x):
 
 
 def masked(x):
-    return x + x.masked_fill(x > 0, float("-inf")).add(float("-inf")).exp()
+    some = (-x).masked_fill(torch.arange(SIZE) > 3, float("-inf")).mul(2)
+    return x + some.add(float("-inf")).exp()
+
+
+def by_a_float(x):
+    return x / (x * 30.0)
 
 
 def of_516(x):
@@ -249,6 +255,7 @@ def of_516(x):
         ("fp16_naive", rms, ["pow in norm"]),
         ("fp16_naive", in_place, ["pow_ in norm"]),
         ("fp16_naive", masked, []),
+        ("fp16_naive", by_a_float, ["mul in norm"]),
         ("fp16_naive", of_516, ["linalg_vector_norm in norm"]),
         ("bf16_naive", rms, []),
         ("amp", rms, []),  # CUDA's lists: pow and rsqrt in FP32
@@ -267,18 +274,22 @@ def test_a_norm_that_overflowed_and_came_out_as_0_is_named(mode, norm, overflowe
 
 
 def test_an_overflow_of_a_gradient_is_none_of_the_forward_pass():
+    def grown(gradient):
+        return (gradient.float() @ torch.eye(CLASSES) * 1e30).half()
+
     task = SmallTask("fp16_naive")
     task.learners["model"].model.output.register_forward_hook(
-        lambda _, __, out: out.register_hook(lambda gradient: gradient * 1e30) and None
+        lambda _, __, out: out.register_hook(grown) and None
     )
     with FirstStep(task, task.policy, {}) as first:
         task.train_step(0)
     assert first.overflowed() == []
+    assert first.not_in_16_bits() == ["mm in the backward pass"]
 
 
 class ByItself(ConvNet):
     def forward(self, x):
-        return super().forward(rms(torch.zeros_like(x) + 3000))
+        return super().forward(rms(torch.zeros_like(x) + 3000 + 0 * x.long()))
 
 
 def test_what_the_network_itself_computes_is_in_the_step_itself():
@@ -405,13 +416,18 @@ def test_the_console_gets_a_line_or_at_most_ten(mode):
     products = "products by calls: fp16 80 %, fp32 20 %"
     assert re.fullmatch(rf"step 1: [\d.]+ k?FLOP; {products} \(.*: -v, run.json\)", short)
     assert text[0] == f"step 1 of {mode} on cpu ran in:"
+    update, dtype = EXPECTED[mode][-1].split()
+    assert any(re.match(f"  update   {dtype} .*{update}", line) for line in text)
+    assert any("casts    fp32->fp16 " in line for line in text) == (mode != "fp32")
     assert re.match(rf"  products {product} [\d.]+ k?FLOP: ", text[1])
     assert any("flags    FP32 products ieee" in line for line in text)
 
 
-def test_one_line_without_products_and_the_formats_of_casts_in_order():
+def test_one_line_without_products_or_integers_and_the_formats_of_casts_in_order():
     other = {"step": 3, "rows": [{"elements": 7}, {"elements": 8}]}
     assert in_short(other, {}) == "step 3: no products seen (whole table: -v, run.json)"
+    memory = {"parameters": {"float32": 1536}, "buffers": {"int64": 8}}
+    assert memory_line(memory) == "parameters fp32 1.5 KiB"
     for pair in product(ELEMENTS, repeat=2):
         named = "emulated " + "+".join(sorted({*pair}))
         assert _of_casts((torch.ones(1), " x ".join(pair), None)) == named
