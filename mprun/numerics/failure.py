@@ -153,7 +153,6 @@ class FailureKeeper:
         started = time.perf_counter()
         if self.reason is not None or not healthy or started < self._due:
             return
-        self._settle()
         # Without any copy there would be nothing to explain.
         if self.snapshot.step is None or all_finite(weights(self.built.task).values()):
             self.snapshot.take(step, skipped)

@@ -1,7 +1,7 @@
 """A run saves the state before the bad step, bit for bit, and nothing else."""
 
-import time
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -110,6 +110,14 @@ def test_a_state_that_is_too_large_is_not_kept(tmp_path, monkeypatch):
     assert "MiB" in read_post_mortem(directory)["failure"]["reason"]
 
 
+def test_only_a_state_above_1_gib_is_too_large(build_run, monkeypatch):
+    built = build_run(*LM, "precision=fp32")
+    told = "a copy of the state takes 1536 MiB, more than is spared"
+    for size, reason in ((2**30, None), (3 * 2**29, told)):
+        monkeypatch.setattr(failure, "size_of", lambda _, size=size: size)
+        assert FailureKeeper(built).reason == reason
+
+
 def test_a_failing_disk_leaves_the_run_diverged(tmp_path):
     # A file where the folder of the kept state belongs.
     (tmp_path / "run" / "numerics").mkdir(parents=True)
@@ -121,11 +129,14 @@ def test_a_failing_disk_leaves_the_run_diverged(tmp_path):
 
 def test_copies_are_taken_seldom_and_never_within_a_row_of_skips(tmp_path, build_run):
     built = build_run(*LM, "precision=fp16_master_scaled", "optim=sgd_plain", "numerics=off")
-    keeper, began = FailureKeeper(built), time.perf_counter()
-    keeper.keep(0, 0)
-    took = time.perf_counter() - began
+    keeper = FailureKeeper(built)
+    for began, took, pause in ((8.0, 2.0**-8, 1.0), (64.0, 2.0**-6, 200 * 2.0**-6)):
+        clock = iter([began, began + took])
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(failure, "time", SimpleNamespace(perf_counter=clock.__next__))
+            keeper.keep(0, 0)
+        assert keeper._due == began + pause
     assert keeper.snapshot.step == 0 and keeper.bytes > 1000
-    assert 1 <= keeper._due - began <= took + max(1, 200 * took)
     keeper._due = float("inf")
     keeper.keep(10, 0)
     assert keeper.snapshot.step == 0

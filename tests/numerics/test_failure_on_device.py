@@ -97,7 +97,8 @@ def test_a_replayed_step_tells_whether_its_update_was_skipped(build_run):
     built = build_run(*LM, *words, "optim=sgd_plain")
     steps = Steps(built, 0, 0)
     row = steps.advance()
-    assert (row.step, row.loss_scale, row.found_inf, row.skipped) == (1, 16, False, 0)
+    assert row == (1, float(row.loss), 16, False, 0)
+    assert {*map(type, row)} == {int, float, bool}
     set_weight(built, "output.bias", math.inf)
     row = steps.advance()
     assert (row.step, row.found_inf, row.skipped) == (2, True, 1)
@@ -164,3 +165,5 @@ def test_a_record_knows_which_step_the_copy_is_of(tmp_path, build_run, monkeypat
     (tmp_path / "numerics").mkdir(exist_ok=True)
     state = checkpoint.load_newest(tmp_path / "numerics" / "failure", CPU).state
     assert state["step"] == 3
+    kept = keeper.record(tmp_path, Kept("loss", 4), {4: math.nan})
+    assert (kept.compared, kept.first_difference) == (1, 4)
