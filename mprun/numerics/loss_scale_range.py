@@ -57,7 +57,7 @@ class Gradients:
     @property
     def largest(self) -> float:
         """Return the largest absolute value at scale 1."""
-        return max((s.amax * 2.0 ** shifts[1] for shifts, s in self.parts.items()), default=0.0)
+        return max(stats.amax * 2.0**high for (_, high), stats in self.parts.items())
 
     def underflow(self, k: int) -> float:
         """Return the part (0 to 1) of the non-zero elements that are zero in FP16 at scale 2^k.

@@ -16,6 +16,7 @@ from mprun.extensions.diagnosis.advice_report import as_text
 from mprun.extensions.diagnosis.advised_regions import Layout
 from mprun.models.dcgan import ConvAutoencoder
 from mprun.numerics.exponent_shares import AppliedUpdates, ExponentCounts, LostUpdates
+from mprun.numerics.loss_scale_range import Gradients
 from mprun.numerics.post_mortem import plain
 from mprun.numerics.probe_record import (
     LearnerProbe,
@@ -137,6 +138,10 @@ def test_probes_with_different_scales_add_up():
     assert found.loss_scaling.range.highest == 21
     assert found.loss_scaling.limited_by == ("activation_gradients", "output", 2.0**-6)
     assert found.loss_scaling.kinds[0].lost == 1 / 1001
+    # Of two losses the worse counts: 4 at 2^3 is 2^-1 and overflows, at 2^8 it is 2^-6.
+    both = Gradients()
+    both.add(powers({2: 1}), (3.0, 8.0))
+    assert (both.largest, both.highest(), both.lowest(0.0)) == (2.0**-1, 16, -18)
 
 
 def test_skipped_updates_and_norm_layers_are_left_out():
