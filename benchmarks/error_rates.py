@@ -58,10 +58,11 @@ PLANTED = ("0", "0.0005", "0.0025")  # growth over the last half, relative to th
 GAPS = {
     "independent": "gaps are independent from point to point",
     "AR(1) 0.95": "gaps are autoregressive, with correlation 0.95 from one point to the next",
-    "random walk": "gaps follow a random walk, which ends with a spread of 4 standard deviations",
+    "random walk": "gaps follow a random walk. At the last step, their standard deviation over "
+    "seeds is 4 times that of independent gaps",
     "skewed slopes": "gaps are autoregressive, and each seed has a different slope. The "
-    "slopes follow a mirrored exponential distribution with mean 0, so one seed "
-    "in many falls strongly",
+    "slopes follow a mirrored exponential distribution with mean 0, so the gap "
+    "falls strongly for one seed in many",
 }
 
 

@@ -7,6 +7,8 @@ from error_rates_sweeps import PATIENT, UNTIL, right, sweep_summary, sweep_table
 
 # Tables that were drawn before this day took the margin of a relative verdict for known.
 RATIO_SINCE = "2026-11-28"
+BY_MARGIN = "that differs by the margin"
+NONE = "a rule that mprun does not have"
 
 
 def wrong(found: dict[str, float], true: int) -> dict[str, float]:
@@ -127,9 +129,9 @@ def document(results: dict) -> str:
     rate = {name: _percent(value) for name, value in results["summary"].items()}
     noises = "\n".join(f"- *{name}*: {text}." for name, text in results["noises"].items())
     others = "\n".join(
-        f'| false "matches" of a mode at the margin, if the noise is *{kind}* | '
+        f'| false "matches" of a mode {BY_MARGIN}, with noise of the kind *{kind}* | '
         f"{rate[f'false_matches_{kind}']} |\n"
-        f'| false "worse" or "better" of equal modes, if the noise is *{kind}* | '
+        f'| false "worse" or "better" of a mode equal to FP32, with noise of the kind *{kind}* | '
         f"{rate[f'false_claims_when_equal_{kind}']} |"
         for kind in results["noises"]
         if kind != "normal"
@@ -144,7 +146,7 @@ def document(results: dict) -> str:
     refused = _percent(max(cell["rates"].get("refused", 0.0) for cell in results["scatter"]))
     drawn = results["drawn"]
     days = "\n".join(
-        f"| {day} | {', '.join(name for name in drawn if drawn[name] == day)} |"
+        f"| {day} | {', '.join(f'`{name}`' for name in drawn if drawn[name] == day)} |"
         for day in sorted(set(drawn.values()))
     )
     estimates = "\n".join(
@@ -153,16 +155,15 @@ def document(results: dict) -> str:
     )
     old = [name for name, day in drawn.items() if day < RATIO_SINCE]
     earlier = (
-        f"\nThe results {', '.join(old)} are older than the ratio test. Their margin is\n"
-        "computed from the baseline's mean, as if this mean were exact. If seeds scatter by at\n"
-        "most 1 %, the ratio test gives nearly the same rates.\n"
+        f"\nThe results named {', '.join(f'`{name}`' for name in old)} are older than the ratio\n"
+        "test. Their margin is computed from the baseline's mean, as if this mean were exact. If\n"
+        "seeds scatter by at most 1 %, the ratio test gives nearly the same rates as these.\n"
         if old
         else ""
     )
     return f"""# Error rates of `mprun compare`
 
-This page shows how often verdicts are wrong, measured by simulation with the code of mprun
-itself.
+This page shows how often verdicts are wrong, measured by simulation with the code of mprun itself.
 
 Each case has {results["draws"]:,} draws. Each draw generates final losses of runs for a mode and
 for the baseline, with a known true difference; `mprun.comparison.verdict.judge` gives the verdict.
@@ -174,7 +175,6 @@ a correlation of 0.3, all others a correlation of 0. A rate near 5 % has a stand
 {results["command"]}
 ```
 
-
 The simulation took {results["seconds"]:.0f} s in one process on a CPU, with {results["versions"]}.
 The file `error_rates.json` contains all results, under the following names:
 
@@ -184,34 +184,37 @@ The file `error_rates.json` contains all results, under the following names:
 {earlier}
 | claim | worst rate over all cases |
 |---|---|
-| false "matches" of a mode at the margin, with normal noise (interim looks included) | \
+| false "matches" of a mode {BY_MARGIN}, with normal noise (interim looks included) | \
 {rate["false_matches_normal"]} |
-| false "worse" or "better" (also "likely") of equal modes, with normal noise (interim looks \
-included) | \
+| false "worse" or "better" (also "likely") of a mode equal to FP32, with normal noise (interim \
+looks included) | \
 {rate["false_claims_when_equal_normal"]} |
-| false "matches" of a mode at the margin, with three baseline seeds and 10 or 20 seeds of the \
+| false "matches" of a mode {BY_MARGIN}, with three baseline seeds and 10 or 20 seeds of the \
 mode (Welch) | \
 {rate["false_matches_uneven_welch"]} |
-| false "worse" or "better" of equal modes, with three baseline seeds and 10 or 20 seeds of the \
-mode | \
+| false "worse" or "better" of a mode equal to FP32, with three baseline seeds and 10 or 20 seeds \
+of the mode | \
 {rate["false_claims_when_equal_uneven_welch"]} |
-| correct "matches" of equal modes, with a standard deviation of 0.4 % over seeds and 5 shared \
-seeds | \
+| correct "matches" of a mode equal to FP32, with a standard deviation of 0.4 % over seeds and 5 \
+shared seeds | \
 {rate["matches_when_equal_sd_0.4_n_5"]} |
-| false "matches" of uncorrected tests at 3, 5 and 10 seeds (not offered) | \
+| false "matches" of uncorrected tests at 3, 5 and 10 seeds ({NONE}) | \
 {rate["false_matches_naive_looks"]} |
-| false "worse" or "better" of uncorrected tests at 3, 5 and 10 seeds (not offered) | \
+| false "worse" or "better" of uncorrected tests at 3, 5 and 10 seeds ({NONE}) | \
 {rate["false_claims_when_equal_naive_looks"]} |
-| sweeps with `until=decided max_seeds=10`: false "matches" of a mode at the margin | \
+| sweeps with `until=decided max_seeds=10`: false "matches" of a mode {BY_MARGIN} | \
 {rate["false_matches_until"]} |
-| sweeps with `until=decided max_seeds=10`: false "worse" of a mode at the margin | \
+| sweeps with `until=decided max_seeds=10`: false "worse" of a mode {BY_MARGIN} | \
 {rate["false_worse_until"]} |
-| sweeps with `until=decided max_seeds=10`: false "worse" or "better" of equal modes | \
+| sweeps with `until=decided max_seeds=10`: false "worse" or "better" of a mode equal to FP32 | \
 {rate["false_claims_when_equal_until"]} |
-| false "matches" of a test after every seed (not offered) | {rate["false_matches_every_seed"]} |
-| one pair of runs, the true scatter is stated: "inside" although the gap equals the bar | \
+| false "matches" of a mode {BY_MARGIN}, if a 5 % test follows every seed ({NONE}) | \
+{rate["false_matches_every_seed"]} |
+| one pair of runs whose true gap equals the bar: "inside", if `compare.pair_sd` is the true \
+standard deviation | \
 {rate["inside_at_the_bar_the true one"]} |
-| one pair of runs, half of the true scatter is stated: "inside" although the gap equals the bar | \
+| one pair of runs whose true gap equals the bar: "inside", if `compare.pair_sd` is half of the \
+true standard deviation | \
 {rate["inside_at_the_bar_half of it"]} |
 {others}
 {growing}
@@ -256,19 +259,20 @@ seeds. Giving up can only lower the error rates, because a sweep that gives up m
 claim. {_compared(results)}
 
 On 29 November 2026, we compared the rates of mprun with those of an independent program, which
-takes the margin as known. The figures are in tests/compare/test_error_rates.py. The shares of
-correct verdicts agree to within 0.8 percentage points, and the mean numbers of seeds to within 0.1.
-Only in cases where the independent program gave up, it needed 0.2 to 0.4 seeds fewer than mprun.
+takes the margin as known. The figures are in tests/compare/test_error_rates.py. In the
+shares of correct verdicts, the two programs differ by at most 0.8 percentage points. In the mean
+numbers of seeds, they differ by at most 0.1, except where the independent program gives up. There
+it takes 0.2 to 0.4 seeds fewer than mprun.
 
 If seeds scatter widely and runs with equal seeds end close together, `until=decided` keeps its
 error rates, because each look is a ratio test. Noise that is not normal changes the rates. Interim
 looks increase the effect of such noise, because a few seeds often include no bad seed. This table
-shows the rates of false "matches" of a mode at the margin:
+shows the rates of false "matches" of a mode whose true difference equals the margin:
 
 {_noise_lines(results)}
 
 The final losses in MLPerf's records take only a few values. In 11 % of the draws of three seeds,
-the three differences between runs with equal seeds have the same value, which equals the margin.
+the difference between mode and baseline equals the margin for each of the three seeds.
 In these draws, rounding decides which of two verdicts is given. The table above uses the ratio
 test, which takes the scatter of FP32 into account. The table "Noise that is not normal" at the end
 of this page is older, and treats the FP32 mean as exact.
@@ -308,7 +312,6 @@ computes only the table "Growth of the gap over steps":
 ```bash
 python benchmarks/error_rates.py --only growth --write docs
 ```
-
 
 ## Limits of these rates
 
@@ -364,9 +367,8 @@ step. The column for a growth of 0.00 % shows the rate of false alarms:
 
 Each entry contains the share of draws that end with the verdict in the column head, and the mean
 number of seeds used. Each column shows one true difference between mode and baseline. In tables
-that state two standard deviations, the mode is worse by the same amount for every seed (additive).
-If the line above the table says "scaled", the mode is worse by the same share. A test after every
-seed is listed for comparison only.
+that state two standard deviations, the mode is worse by the same amount for every seed, unless the
+line above says "by the same share". A test after every seed is listed for comparison only.
 
 {sweep_tables(results)}
 
@@ -389,9 +391,10 @@ def _compared(results: dict) -> str:
     saved = [max(found[rule]["seeds"] for found in at_margin) for rule in (PATIENT, UNTIL)]
     lost_words = 100 * (right(lost, PATIENT) - right(lost, UNTIL))
     return f"""Giving up costs at most {lost_words:.1f}
-percentage points of correct verdicts. This largest loss occurs if runs with equal seeds differ by
-{_percent(lost["sd"])} and the true difference is {lost["true"]:g} %. If nothing can be decided, the
-sweep stops after {saved[1]:.1f} seeds on average, instead of {saved[0]:.1f}."""
+percentage points of correct verdicts. Giving up costs most if runs with equal seeds differ by
+{_percent(lost["sd"])} and the true difference is {lost["true"]:g} %. If the true difference equals
+the margin, few sweeps reach a verdict. They stop after {saved[1]:.1f} seeds on average; a sweep
+that never gives up takes {saved[0]:.1f}."""
 
 
 def _noise_lines(results: dict) -> str:

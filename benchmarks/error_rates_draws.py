@@ -16,8 +16,8 @@ NOISES = {
     "normal": "normally distributed",
     "heavy tails": "Student's t with 3 degrees of freedom, in mode and baseline",
     "skewed": "lognormal (sigma 1) in mode and baseline, with a bad seed now and then",
-    "skewed mode": "lognormal (sigma 1) in the mode, normal in the baseline",
-    "exponential mode": "exponential in the mode, normal in the baseline",
+    "skewed mode": "lognormal noise (sigma 1) in the mode, normal noise in the baseline",
+    "exponential mode": "exponential noise in the mode, normal noise in the baseline",
     "exponential difference": "the loss of the mode is the baseline's loss for the same seed plus "
     "exponential noise, so the differences themselves are skewed",
     "skewed difference": "the loss of the mode is the baseline's loss for the same seed plus "

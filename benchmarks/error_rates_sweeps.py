@@ -16,6 +16,7 @@ from mprun.comparison.looks import hopeless, nominal_alpha, spent_alphas
 
 FIRST, MOST = 3, 10
 LOOKS = (3, 5, 10)
+SHIFTED = {"additive": "amount", "scaled": "share"}
 SEED_SD = 0.01  # of the baseline; the differences of equal seeds have their own
 UNTIL = "until=decided"
 PATIENT = "until=decided, never giving up"
@@ -187,7 +188,10 @@ def sweep_tables(results: dict) -> str:
         seed_sd, sd, shift = setting
         lines += ["", f"The standard deviation over seeds is {100 * seed_sd:g} % for the losses,"]
         lines[-1] += f" and {_percent(sd)} for the difference between two runs of a seed"
-        lines[-1] += f" ({shift}):" if seed_sd != SEED_SD else ":"
+        if seed_sd != SEED_SD:
+            lines[-1] += ". If the true difference equals the margin, every seed of the mode ends "
+            lines[-1] += f"higher than its partner by the same {SHIFTED[shift]}"
+        lines[-1] += ":"
         lines += ["", *_rows(cells)]
     for sd, shared in dict.fromkeys((c["sd"], c["correlation"]) for c in results["correlated"]):
         cells = [c for c in results["correlated"] if (c["sd"], c["correlation"]) == (sd, shared)]
@@ -196,7 +200,8 @@ def sweep_tables(results: dict) -> str:
         lines += _rows(cells)
     for kind in NOISES:
         cells = [cell for cell in results["sweep_noise"] if cell["noise"] == kind]
-        lines += ["", f"The noise is *{kind}*, with a standard deviation over seeds of 0.4 %:"]
+        lines += ["", f"The noise is of the kind *{kind}*, with a standard deviation over seeds"]
+        lines[-1] += " of 0.4 %:"
         lines += ["", *_rows(cells)]
     return "\n".join(lines).strip()
 
