@@ -152,7 +152,7 @@ def _casts(products: ScaledProducts) -> str:
     more = {
         "nearest": "",
         "stochastic": "; gradients rounded stochastically",
-        "both": "; products of gradients rounded stochastically",
+        "both": "; in the products for gradients, both operands are rounded stochastically",
     }[products.grad_rounding]
     if products.hadamard:
         more += ". Hadamard transform for " + _gradients(products.hadamard)
