@@ -251,7 +251,7 @@ def _of_the_data(name: str, config: ModelConfig, data: Source) -> int:
         return length
     given = int(getattr(data, name) if hasattr(data, name) else data.description[name])
     if wanted is not None and wanted < given:
-        raise BadInput(f"model.{name}={wanted}: must be >= {given}, the value of the data")
+        raise BadInput(f"model.{name}={wanted}: must be >= {given}, the {name} of the data")
     return wanted or given
 
 

@@ -424,7 +424,7 @@ def _arguments() -> Arguments:
     add(
         "--resolve",
         action="store_true",
-        help="with --cfg: has no effect, because the output is always resolved",
+        help="resolve interpolations in the output of --cfg, as mprun always does",
     )
     add(
         "-i",
@@ -434,7 +434,8 @@ def _arguments() -> Arguments:
     )
     completion = "shell completion for bash, zsh, fish"
     add("-sc", "--shell-completion", metavar="install=SHELL", help=completion)
-    add("-v", "--verbose", action="store_true", help="print the whole table of step 1")
+    verbose = "print a table of the operations and memory of step 1, not only a summary"
+    add("-v", "--verbose", action="store_true", help=verbose)
     add("--version", action="store_true", help="print the version")
     return parser
 

@@ -418,7 +418,7 @@ def show(options: argparse.Namespace) -> int:
     from mprun.config.overrides import as_hydra_takes, line_of, parse_overrides
 
     def not_a_run(config: object) -> None:
-        raise AssertionError("an option that only shows a configuration must not start a run")
+        raise AssertionError(f"{flag} started a run instead of only showing the configuration")
 
     prepare_hydra()
     source = [] if options.config_dir is None else ["--config-dir", options.config_dir]

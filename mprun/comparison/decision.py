@@ -259,18 +259,19 @@ def _margin(values: Values) -> Margin:
         zero = found.low <= 0 <= found.high
     asked = f"{'--margin ' if baseline.foreign else 'compare.margin='}{setting:g}"
     log = "log " if question.as_logarithm else ""
-    of_mean = f"the mean {log}{question.metric} of {baseline.reference}"
+    metric = f"{log}{question.metric}"
     if question.relative:
         if zero:
             raise BadInput(
-                f"{asked}: is a share of {of_mean}. This mean is {mean:.3g}, which "
-                f"{number_of(len(values.base), question.counted)} cannot distinguish from 0. Pass "
-                "--margin X --absolute, in the unit of the metric"
+                f"{asked}: cannot be a share of the mean {metric} of {baseline.reference}, because "
+                f"{number_of(len(values.base), question.counted)} cannot distinguish this mean, "
+                f"{mean:.3g}, from 0. Pass --margin X --absolute, in the unit of the metric"
             )
         return Margin(setting, mean)
     if setting >= mean / 2 and not zero:
         raise BadInput(
-            f"{asked}: is absolute, and must be below {mean / 2:.3g}, which is half of {of_mean}. "
+            f"{asked}: an absolute margin must be below {mean / 2:.3g}, half of the mean {metric} "
+            f"of {baseline.reference}. "
             "For a metric from 0 to 1, half a percentage point is 0.005"
         )
     return Margin(setting, 1.0)

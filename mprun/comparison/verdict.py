@@ -34,8 +34,9 @@ def judge(arm: Arm, baseline: Arm, question: Question) -> tuple[Verdict, list[Ou
     plan, arm, baseline = of_plan(arm, baseline)
     if plan is not None and question.looks:
         raise BadInput(
-            f"--looks {','.join(map(str, question.looks))}: the runs of {arm.label} record "
-            f"verdicts planned at {plan.first} to {plan.most} seeds (until=decided); omit --looks"
+            f"--looks {','.join(map(str, question.looks))}: the records of {arm.label} "
+            f"contain a plan for verdicts at {plan.first} to {plan.most} seeds (until=decided); "
+            "omit --looks"
         )
     if plan is not None:
         question = replace(question, looks=plan.looks, spending=True)

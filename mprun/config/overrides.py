@@ -288,4 +288,4 @@ def _refuse(override: Override, text: str) -> None:
         whole = "choice(), range() and glob() stand for a whole value"
         raise BadInput(f"{printable(text)}: {whole}")
     if override.package is not None:
-        raise BadInput(f"{printable(text)}: a group cannot be moved; write {key}=OPTION")
+        raise BadInput(f"{printable(text)}: @PACKAGE is not supported; write {key}=OPTION")

@@ -51,7 +51,8 @@ class MatmulConfig:
     )
     grad_rounding: str = one_of(
         "nearest stochastic both",
-        "Rounding; stochastic: output gradient, unbiased; both: also its products' other operands",
+        "Rounding in gradient products; stochastic (unbiased): output gradient only; both: all "
+        "operands",
     )
     hadamard: list[str] = one_of(
         _PRODUCTS,
@@ -63,13 +64,13 @@ class MatmulConfig:
     )
     dequantized: list[str] = one_of(
         "grad_input grad_weight",
-        "Gradient products that use the decoded casts of the forward product as operands",
+        "Gradient products that use the input or weight as rounded by the forward product's cast",
         default=list,
     )
     modules: list[str] = setting(
         lambda: ["*"],
-        "Layers to cast, as name patterns (output layers: full names); !PATTERN or !last 15% "
-        "excludes layers",
+        "Layers to cast, as patterns; output layers: full names; to exclude: !PATTERN, "
+        "!last 15% (of blocks)",
     )
 
 

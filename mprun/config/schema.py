@@ -227,7 +227,7 @@ class ScalerConfig:
     )
     hysteresis: int | None = count(
         None,
-        "Which overflow since the last growth is the first to lower the scale; 1: the first of all",
+        "Number of overflows since the last growth needed to lower the scale; 1: each one does",
         below=2**31,
     )
     min_scale: float | None = _scale("Smallest loss scale")
@@ -250,7 +250,7 @@ class ScalerConfig:
         None, "Keep a scale that would fall to min_scale or below; null, false: use min_scale"
     )
     log_max: float | None = ranged(
-        None, "Target for log2(largest scaled gradient), overflow_std_dev deviations above its mean"
+        None, "Value overflow_std_dev deviations above the mean of log2(largest scaled gradient)"
     )
     beta1: float | None = fraction(None, "Decay of the moving average of log2(max gradient)")
     beta2: float | None = fraction(None, "Decay for the standard deviation of log2(max gradient)")
@@ -295,7 +295,7 @@ class TrainConfig:
     epochs: float | None = positive(
         None, "Run length in epochs; needs train.steps=null", at_most=10_000.0, role=LENGTH
     )
-    log_every: int = count(10, "Steps between two records and lines of progress", role=READING)
+    log_every: int = count(10, "Steps from one record and progress line to the next", role=READING)
     eval_every: int | None = from_zero(
         0,
         "Number of steps between two evaluations; null: a fifth of the run; 0: only at the end",
@@ -364,7 +364,7 @@ class CompareConfig:
     window: int = count(1, "Number of evaluations to average, counted from the last")
     plan: list[int] | None = setting(
         None,
-        "-m until=decided: first seed, seeds until the first verdict, most seeds; null: no plan",
+        "-m until=decided: [first seed, seed count at first verdict, maximum count]; null: no plan",
         role=LABEL,
     )
     pair_sd: float | None = positive(

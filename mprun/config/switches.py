@@ -38,8 +38,10 @@ def resolve(config: RunConfig, known: Mapping[str, Mode]) -> None:
                 raise BadInput(f"{_KEY}: to={given}: {must_be(given, known, 'precision')}")
             scaler = known[given].scaler
             if scaler != "none" and config.scaler.kind == "none":
-                needs = f"needs a loss scale from the start on; choose scaler={scaler}"
-                raise BadInput(f"{_KEY}: to={given}: {needs}, which applies to the whole run")
+                raise BadInput(
+                    f"{_KEY}: to={given}: needs a loss scale from the start of the run; choose "
+                    f"scaler={scaler}, and the whole run uses this loss scale"
+                )
             own = MODES[given].config if given in MODES else PrecisionConfig
             plain = own(name=given, overrides=before.overrides)
             before = _with(plain, known[given].values)

@@ -205,7 +205,7 @@ class StreamReader(DatasetReader):
         """Read the tail that fills no batch; raise DamagedData if the epoch has another length."""
         while self._next() is not _ENDED:
             if self._position > self.samples:
-                raise self._wrong("the stream goes on")
+                raise self._wrong(f"the stream has more than {self.samples} items")
         if self._position < self.samples:
             raise self._wrong(f"the stream ended after {self._position} items")
 
@@ -237,8 +237,9 @@ class DatasetSource(LoadedSource):
     An image is a tensor ``[channels, height, width]``, uint8 or floating point. All images have the
     same shape. A label is an integer from 0 to below ``num_classes``. Batches are ``(images float32
     [batch, channels, height, width], labels int64 [batch])`` on ``device``. Images in uint8 are
-    copied to the device as bytes and become ``(image - offset) / divisor``, by default 0 to 1.
-    Floating-point images stay unchanged.
+    copied to the device as bytes and become ``(image - offset) / divisor``. With the default
+    ``offset`` and ``divisor`` the results lie between 0 and 1. Floating-point images stay
+    unchanged.
 
     The training items have a new order for each (seed, epoch); items at the end that do not fill a
     batch are left out. The held-out items keep their order. During each call of ``__getitem__`` the
@@ -250,9 +251,10 @@ class DatasetSource(LoadedSource):
 
     A stream, such as a `torch.utils.data.IterableDataset`, is iterated from its start in each
     epoch, after ``set_epoch(epoch)`` if it has this method. A stream determines the order of its
-    items; the index of an item is its position. Every epoch has the number of items that
-    ``__len__`` returns, or ``train_samples`` and ``eval_samples``. Each process and each rank reads
-    the whole stream, so the stream must not divide its items among ranks.
+    items; the index of an item is its position. ``train_samples`` and ``eval_samples`` state the
+    number of items in each epoch of the two streams. If you omit one, ``__len__`` of its stream
+    states this number. Each process and each rank reads the whole stream, so the stream must not
+    divide its items among ranks.
 
     ``workers`` processes read training items in advance, and the same number of processes read
     held-out items. With ``workers=0`` the calling thread reads all items. Worker processes need

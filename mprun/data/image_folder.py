@@ -163,7 +163,7 @@ class ImageReader(Reader):
                         f"{error}; the {len(tried) - 1} files tried before cannot be used either; "
                         f"data.on_corrupt=skip replaces at most {self.most_replaced} files"
                     ) from None
-        raise AssertionError("the loop above must return an image or raise DamagedData")
+        raise AssertionError("the search for a readable image ended without image or DamagedData")
 
 
 class ImageFolder(LoadedSource):

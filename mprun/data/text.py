@@ -53,7 +53,10 @@ def find_text_files(root: str | Path, splits: tuple[str, ...]) -> dict[str, Path
         patterns.add(known[candidates[0]])
     if len(patterns) > 1:
         names = " and ".join(path.name for path in found.values())
-        raise DamagedData(f"{root}: {names} are named like parts of different texts")
+        raise DamagedData(
+            f"{root}: {names} follow different name patterns, so they may be different texts; "
+            "rename the files of one text alike, such as train.txt and valid.txt"
+        )
     return found
 
 
@@ -228,7 +231,7 @@ def read_vocabulary(file: TextFile, required: tuple[str, ...]) -> tuple[str, ...
     for number, line in enumerate(chain.from_iterable(file.lines()), 1):
         fields = line.split()
         if not 1 <= len(fields) <= 2 or not all(count.isdecimal() for count in fields[1:]):
-            raise DamagedData(f"{path}: line {number} is not a word, or a word and its count")
+            raise DamagedData(f"{path}: line {number} must be one word, alone or with its count")
         if fields[0] in words:
             raise DamagedData(f"{path}: line {number} repeats {shortened(fields[0], 50)!r}")
         words[fields[0]] = None

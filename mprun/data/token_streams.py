@@ -244,8 +244,8 @@ class _Ring:
 
 
 class TokenSource(TokenStreams):
-    """A source for the user's tokens, two integer tensors ``[tokens]`` with ids from 0 to below
-    ``vocab_size``.
+    """A source for the user's tokens: an integer tensor ``[tokens]`` for training and another one
+    of held-out tokens, with ids from 0 to below ``vocab_size``.
 
     Batches are int64 ``[time, batch]`` on ``device``, like the batches of `TokenStreams`.
     ``sha256`` is computed from all tokens. Training and held-out tokens are stored as int64 in

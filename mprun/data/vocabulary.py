@@ -94,8 +94,10 @@ class TextFile:
             *lines, rest = (rest + text).split("\n")
             before += len(lines)
             if len(rest) > LONGEST_LINE:
-                many = f"more than {LONGEST_LINE} characters"
-                raise DamagedData(f"{self.path}: line {before + 1} has {many}")
+                raise DamagedData(
+                    f"{self.path}: line {before + 1} has more than {LONGEST_LINE} characters, the "
+                    "limit for one line"
+                )
             yield lines
 
     def words(self, marker: str) -> Iterator[list[str]]:

@@ -70,7 +70,10 @@ class DelayedScaling:
         if saved is None:
             raise ValueError("the state must have a history of scales (products.scale=delayed)")
         if saved["layers"] != [*self.layers] or saved["history"].shape != self.history.shape:
-            raise ValueError("the saved history of scales must have this model's layers and length")
+            raise ValueError(
+                "the saved history of scales must have the same layers, and as many updates, as "
+                "this model's history"
+            )
         self.take_over(saved)
 
     @torch.no_grad()

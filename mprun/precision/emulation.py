@@ -196,7 +196,7 @@ class HalfEmulation(TorchDispatchMode):
     def _refuse(self, func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
         raise NotImplementedError(
             f"{schema_of(func).name}: CUDA has no {DTYPE_NAMES[self.dtype]} kernel for it; compute "
-            f"it in FP32 (x.float(), or its module by an override)"
+            f"it in FP32: call it with x.float(), or set fp32 for its module in overrides"
         )
 
     def _widen(self, value: Any, widen: Callable[[Tensor], Tensor] | None = None) -> Any:

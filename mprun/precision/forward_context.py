@@ -112,7 +112,7 @@ class ForwardContext:
         return dict(found)
 
     def counted(self) -> Callable[[], None]:
-        """Return a function that restores all counts of calls to the values at this call."""
+        """Save all counts of calls, and return a function that restores the saved counts."""
         counters: list[Counter[Any]] = [self.calls, *(one.rerouted for one in self.emulations)]
         kept = [(counter, dict(counter)) for counter in counters]
 
@@ -124,8 +124,8 @@ class ForwardContext:
         return set_back
 
     def recurrent_layers(self) -> Counter[tuple[str, torch.dtype]]:
-        """Count the recurrent layers that the emulation computed as a whole, by phase and dtype. A
-        `TorchDispatchMode` does not see the operations inside these layers."""
+        """Count, for each phase and dtype, the recurrent layers that the emulation computed in one
+        operation. A `TorchDispatchMode` does not see the operations inside these layers."""
         found: Counter[tuple[str, torch.dtype]] = Counter()
         for emulation in self.emulations:
             for (operation, phase), count in emulation.rerouted.items():
@@ -177,9 +177,9 @@ def why_unsupported(
 
     TF32 and BF16 Tensor Cores exist from compute capability 8.0 on (NVIDIA Ampere), and FP8 Tensor
     Cores from 8.9 on. For FP8, small test products show whether torch supports this policy on the
-    device. If numbers are decoded before a matrix product, the GPU multiplies them in BF16. These
-    version limits do not apply to GPUs with ROCm. A GPU with ROCm has no TF32, and only the test
-    products show which other formats it supports.
+    device. If numbers are decoded before a matrix product, the GPU multiplies them in BF16. The
+    limits on compute capability do not apply to GPUs with ROCm. A GPU with ROCm has no TF32; which
+    other formats it supports is found by running small test products.
 
     overrides: the dtypes in the policy's module overrides.
     """
@@ -214,8 +214,8 @@ def why_no_lstm(
 ) -> str | None:
     """Return why torch's LSTM on `device` does not compute in the policy's dtype, or None.
 
-    The function runs a tiny LSTM in the policy's dtype to find out. One known case is a CPU, which
-    has no float16 LSTM under autocast.
+    The function runs a tiny LSTM to find out whether torch computes it in the policy's dtype. One
+    known case is a CPU, which has no float16 LSTM under autocast.
     """
     wanted = policy.half_dtype
     if wanted is None:

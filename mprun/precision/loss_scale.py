@@ -234,9 +234,9 @@ class DynamicLossScale(LossScale):
         """Load the state as `LossScale.load_state_dict` does, then clamp it to the limits of this
         object's rule.
 
-        If the saved state comes from a loss scale with the rule of this object, clamping changes
-        nothing. If the `growth_interval` of this object is shorter than the saved count of clean
-        steps, the scale would never grow again without clamping.
+        A state saved with the same rule already lies within these limits and stays unchanged. If
+        the `growth_interval` of this object is shorter than the saved count of clean steps, the
+        scale would never grow again without clamping.
         """
         super().load_state_dict(state)
         self.scale.clamp_(self.rule.min_scale, self.rule.max_scale)
@@ -271,9 +271,10 @@ class LogMaxLossScale(LossScale):
     NVIDIA/OpenSeq2Seq (LogMaxScaler in optimizers/automatic_loss_scaler.py). After each step it
     sets scale = 2**(log_max - mu - overflow_std_dev * sigma), kept in [min_scale, max_scale]:
 
-    - x is log2 of the step's largest unscaled gradient magnitude.
-    - mu is the moving average of x, with decay `beta1`.
-    - sigma is the standard deviation of x, from moving averages of x and x**2 with decay `beta2`.
+    - mu is the moving average of x = log2(largest unscaled gradient magnitude of a step), with
+      decay `beta1`.
+    - sigma is the standard deviation of this logarithm x. It is computed from moving averages of x
+      and x**2 with decay `beta2`.
 
     All averages are bias-corrected. With overflow_std_dev=3.09, the probability of overflow is
     0.001. Overflowing steps are skipped.
@@ -281,7 +282,8 @@ class LogMaxLossScale(LossScale):
     This class differs from OpenSeq2Seq in four points:
 
     - The averages are float64, because E[x**2] - E[x]**2 cancels in float32.
-    - The exponent of the scale contains `log_max`; OpenSeq2Seq always uses 16.
+    - The exponent of the scale, log_max - mu - overflow_std_dev * sigma, has a configurable
+      `log_max`; OpenSeq2Seq has the constant 16 in its place.
     - If the largest gradient of a step is 0, the averages and the scale stay unchanged; OpenSeq2Seq
       would compute log2(0).
     - For a step with a non-finite gradient, x is `overflow_log2` (default: `log_max`). OpenSeq2Seq

@@ -62,10 +62,10 @@ class DynamicRule:
             growth or the last overflow.
         hysteresis: >= 1; number of overflows that it takes to lower the scale. The count begins
             again when the scale grows; with `refill_on_clean_step` it begins again at every clean
-            step. Each overflow after the last of these also lowers the scale.
+            step. Until the count begins again, each further overflow also lowers the scale.
         max_consecutive_skips: >= 1, see `LossScale.collapsed`.
-        growth_delay: >= 0; additional clean steps before the first growth after the start or an
-            overflow.
+        growth_delay: >= 0; number of clean steps that the first growth after the start or an
+            overflow needs in addition to `growth_interval`.
         tolerance: in [0, 1]; an overflow lowers the scale only if the rate of overflows is at least
             `tolerance`. The rate of overflows is the number of overflows since the scale last fell,
             divided by the number of steps since it last changed. With a tolerance above
@@ -103,7 +103,7 @@ class DynamicRule:
 
     @property
     def last_scale(self) -> float:
-        """Return the largest scale that an overflow can no longer lower."""
+        """Return the limit at which the scale stays: an overflow lowers only a scale above it."""
         floor = self.min_scale / (self.backoff_factor if self.hold_at_floor else 1.0)
         return min(floor, self.max_scale)
 
@@ -119,7 +119,8 @@ class LogMaxRule:
         init_scale, min_scale, max_scale: FP32, 2**-126 <= min <= init <= max <= 2**126.
         log_max, overflow_log2: finite numbers of at most 2**31 in magnitude.
         beta1, beta2: decay of the moving averages of x and x**2, in (0, 1).
-        overflow_std_dev: number of standard deviations, in [0, 100].
+        overflow_std_dev: number of standard deviations of log2(largest scaled gradient) between its
+            mean and `log_max`, in [0, 100]. Larger numbers make overflows rarer.
         max_consecutive_skips: >= 1, see `LossScale.collapsed`.
 
     Raises:

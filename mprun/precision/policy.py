@@ -66,16 +66,18 @@ class PrecisionPolicy:
         or None for no autocast.
     fp32_math: arithmetic of FP32 products on CUDA, "ieee" or "tf32".
     reduce_dtype: dtype in which gradients are summed over ranks before they are divided by the loss
-        scale. If reduce_dtype is None, unscaled gradients are summed in the dtype of `.grad`. The
-        micro-batches of an update are summed as if each came from its own rank.
+        scale. If reduce_dtype is None, gradients are divided by the loss scale first, and then
+        summed in the dtype of `.grad`. The micro-batches of an update are summed as if each came
+        from its own rank.
     reduce_divide: when gradients are divided by the number of ranks: before or after the sum over
         ranks, or partly before it, see `mprun.distributed.reduction.factors`.
     reduce_order: order in which the gradients of the ranks are added, see
         `mprun.distributed.reduction.in_order`.
     rounding: how updated weights are rounded if master weights, or weights without a master copy,
-        have 16 bits. "nearest": a weight without a master copy is updated in its own dtype, or in
-        FP32 if state_dtype is set. "stochastic", "kahan": each weight is updated in FP32 and then
-        rounded, see `mprun.precision.rounded_weights`.
+        have 16 bits. "nearest": a weight without a master copy is updated in its own dtype. If
+        state_dtype is set, such a weight is updated in FP32 and then rounded to nearest.
+        "stochastic", "kahan": each weight is updated in FP32 and then rounded, see
+        `mprun.precision.rounded_weights`.
     state_dtype, square_dtype, state_rounding: formats and rounding of the optimizer state, see
         `StateFormats`. If state_dtype is None, the state has the dtype of the update's arithmetic.
     matmul: products of linear layers in 8 bits or fewer. If matmul is None, linear layers compute

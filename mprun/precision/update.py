@@ -27,7 +27,7 @@ class Update(NamedTuple):
     figures: Mapping[str, Tensor] = MappingProxyType({})  # of the network itself
 
     def metrics(self, prefix: str = "") -> dict[str, Tensor]:
-        """Return a mapping from `prefix` + name in metrics.jsonl to result, without None."""
+        """Return all results but None; the key of a result is `prefix` + its metrics.jsonl name."""
         own = self._asdict()
         own |= own.pop("figures")
         return {prefix + name: value for name, value in own.items() if value is not None}

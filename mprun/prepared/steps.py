@@ -95,8 +95,8 @@ class OptimizerSteps:
 
     @property
     def narrow(self) -> RoundedWeights | None:
-        """Return what stores weights without master copies and low-bit optimizer state, or None if
-        the optimizer has no such weights and no such state."""
+        """Return the object that stores low-bit optimizer state and weights without master copies,
+        or None if the optimizer has neither."""
         return self._kept.narrow
 
     @property
@@ -226,7 +226,7 @@ class OptimizerSteps:
     # A step
 
     def begin(self, frame: FrameType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Record that a step begins in `frame`; ignore a call that runs within another step."""
+        """Record that a step begins in stack frame `frame`; ignore a call within another step."""
         if self._is_own_step:
             return None
         if self._frame is not None:
@@ -393,7 +393,7 @@ class OptimizerSteps:
         """Record, at the end of a backward pass, whether the gradients of the optimizer's
         parameters are finite.
 
-        Gradients of the model's other parameters may be infinite because of another loss.
+        Parameters that other optimizers update may have infinite gradients from another loss.
         """
         if len(model.updated_by) == 1:
             self._found_in.pop(model, None)

@@ -146,8 +146,8 @@ def with_judged(
             hint = did_you_mean(meant(name, found))
             raise BadInput(
                 f"compare.metric={name}: {hint}{(' ' if hint else '')}{task} declares "
-                f"{', '.join(found)}; for another metric set compare.higher_is_better=true and "
-                "compare.margin=X, or compare.higher_is_better=false"
+                f"{', '.join(found)}; for another metric set compare.higher_is_better=false, or "
+                "compare.higher_is_better=true with compare.margin=X"
             )
         found[name] = stated(name, higher)
     elif higher not in (None, found[name].higher_is_better):

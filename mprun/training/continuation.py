@@ -65,10 +65,10 @@ def check_length(config: RunConfig, record: Record, steps: int | None) -> None:
         raise BadInput(f"train.steps={steps}: {not_longer(schedule, before, steps)}")
     shares = [one.at for one in config.precision.switch if isinstance(one.at, float)]
     if shares:
-        part = f"precision.switch has at={shares[0]}, a share of {before} steps"
         raise BadInput(
-            f"train.steps={steps}: {part}, so a resume cannot change the number of steps; begin "
-            "a new run with at= as a number of steps"
+            f"train.steps={steps}: precision.switch has at={shares[0]}, a share of {before} steps, "
+            "so a resume cannot change the number of steps; begin a new run in which `at` of "
+            "precision.switch is a number of steps"
         )
 
 
@@ -131,7 +131,7 @@ def _with_overrides(plain: dict, overrides: tuple[str, ...], choices: dict) -> d
             continue
         if not role_of(key).resumable:
             kept = "its configuration" if own is parsed else shortened(assignment(key, own), 120)
-            raise BadInput(f"{override}: a resumed run keeps {kept} (allowed: {_allowed()})")
+            raise BadInput(f"{override}: a resumed run keeps {kept} (keys allowed: {_allowed()})")
         group, _, field = key.rpartition(".")
         (plain.setdefault(group, {}) if group else plain)[field] = value
     return plain

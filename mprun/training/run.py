@@ -139,11 +139,11 @@ def check_same_products(built: Built) -> None:
 
     Codes and decoded numbers have sums in different orders; each GPU decides by its own check.
     """
-    own = linear_products(built.forward_context)
-    if (first := built.task.ranks.first(own)) != own:
+    operands = linear_products(built.forward_context)
+    if (of_first := built.task.ranks.first(operands)) != operands:
         raise BadInput(
-            f"precision={built.policy.name}: linear layers multiply {own} here, but {first} on "
-            f"rank 0; all ranks need the same kind of GPU"
+            f"precision={built.policy.name}: on this rank linear layers multiply {operands}, but "
+            f"on rank 0 {of_first}; all ranks need the same kind of GPU"
         )
 
 

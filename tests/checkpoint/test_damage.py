@@ -221,8 +221,11 @@ def test_a_damaged_run_directory_is_named_and_left_as_it_is(run, damage, code, n
     ("extra", "named"),
     [
         ("optim.lr=3", "optim.lr"),
-        ("seed=1", "seed=1: a resumed run keeps seed=0 (allowed: "),
-        ("deterministic=0", "deterministic=0: a resumed run keeps deterministic=false (allowed: "),
+        ("seed=1", "seed=1: a resumed run keeps seed=0 (keys allowed: "),
+        (
+            "deterministic=0",
+            "deterministic=0: a resumed run keeps deterministic=false (keys allowed: ",
+        ),
         ("optim=adam", "optim=adam: a resumed run keeps optim="),
         ("train.steps=abc", "train.steps=abc: must be a whole number"),
         ("train.steps=[", "train.steps"),
@@ -249,7 +252,7 @@ def test_a_name_like_a_number_and_an_entry_of_a_mapping_may_be_said_again(tmp_pa
     assert main([*given, f"output_dir='{tmp_path / 'run'}'"]) == 0
     again = f"resume={tmp_path / 'run'}"
     assert continued((*given, again), str(tmp_path / "run")).name == "7"
-    says = "keeps precision.overrides={'lstm*':fp32} (allowed: "
+    says = "keeps precision.overrides={'lstm*':fp32} (keys allowed: "
     refused(capsys, *words, "precision.overrides.lstm*=fp16", again, says=says)
 
 

@@ -94,7 +94,8 @@ def test_two_plans_of_a_mode_and_other_looks_are_refused():
     own.runs += arm([0.0], plan=[0, 3, 20], first=3).runs
     with pytest.raises(BadInput, match=r"amp: the runs have two plans, seeds 0 to 9 \(looks fr"):
         verdict_of(own, baseline())
-    with pytest.raises(BadInput, match="--looks 3,5: the runs of amp record verdicts planned at 3"):
+    refusal = "--looks 3,5: the records of amp contain a plan for verdicts at 3"
+    with pytest.raises(BadInput, match=refusal):
         judge(arm(CLOSE), baseline(), replace(QUESTION, looks=[3, 5]))
 
 
@@ -265,7 +266,8 @@ def test_a_comparison_in_the_middle_says_what_is_open(tmp_path, capsys):
     plan = json.loads((tmp_path / "amp-s0" / "run.json").read_text())["config"]["compare"]["plan"]
     assert plan == PLAN
     assert main(["compare", str(tmp_path), "--looks", "3,5"]) == 2
-    assert "--looks 3,5: the runs of amp record verdicts planned at 3" in capsys.readouterr().err
+    line = "--looks 3,5: the records of amp contain a plan for verdicts at 3"
+    assert line in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("given", [[0, 3], [0, 2, 10], [0, 5, 4], [-1, 3, 10], [0, 3, 51], "x"])

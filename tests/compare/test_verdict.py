@@ -317,7 +317,7 @@ def test_a_relative_margin_is_below_a_half(margin, allowed):
 def test_an_absolute_margin_is_below_half_of_the_mean():
     question = {**LOSS, "relative": False}  # the mean is 2
     assert verdict_of(shifted(0), made_arm(FP32), question | {"margin_setting": 0.999}).name
-    with pytest.raises(BadInput, match="must be below 1, which is half of"):
+    with pytest.raises(BadInput, match="must be below 1, half of the mean loss"):
         verdict_of(shifted(0), made_arm(FP32), question | {"margin_setting": 1.0})
 
 
@@ -337,7 +337,7 @@ def test_perplexity_is_judged_as_its_logarithm():
 
 def test_a_relative_margin_around_zero_and_below_it():
     base = made_arm({0: 1.0, 1: -1.0, 2: 0.0})
-    with raises_line(BadInput, "compare.margin=0.01: is a share of the mean loss of FP32"):
+    with raises_line(BadInput, "compare.margin=0.01: cannot be a share of the mean loss of FP32"):
         verdict_of(made_arm({0: 1.0, 1: -1.0, 2: 0.0}, mode="amp"), base)
     # 2.7 standard errors above 0; for three seeds t(0.95, 2) = 2.92 of them are needed.
     base = made_arm({0: 1.0, 1: 3.0, 2: 1.2})

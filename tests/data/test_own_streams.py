@@ -91,8 +91,8 @@ def test_a_batch_is_the_same_whatever_was_read_before():
     [
         ({1: 17}, "the stream ended after 17 items in epoch 1; each epoch must have 20 items", 11),
         ({1: 19}, "the stream ended after 19 items in epoch 1", 11),  # within the tail
-        ({1: 21}, "the stream goes on in epoch 1", 11),
-        ({0: math.inf}, "the stream goes on in epoch 0", 5),
+        ({1: 21}, "the stream has more than 20 items in epoch 1", 11),
+        ({0: math.inf}, "the stream has more than 20 items in epoch 0", 5),
     ],
 )
 def test_an_epoch_of_another_length(lengths, told, at):

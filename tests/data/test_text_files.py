@@ -53,7 +53,7 @@ def test_only_the_splits_asked_for_are_needed(tmp_path):
     [
         (
             ["wiki.train.tokens", "ptb.valid.txt"],
-            "wiki.train.tokens and ptb.valid.txt are named like parts of different texts",
+            "wiki.train.tokens and ptb.valid.txt follow different name patterns, so they may be",
         ),
         (
             ["wiki.train.tokens", "wiki.train.raw", "valid.txt"],

@@ -59,7 +59,7 @@ def test_ranks_whose_linear_layers_multiply_otherwise_are_refused(tmp_path):
     ended = mprun(*words)
     assert ended.returncode == 2
     assert ended.stderr.endswith(
-        "mprun: rank 1: precision=mxfp8: linear layers multiply codes, by the GPU here, but "
-        "decoded numbers, in FP32 (on a CPU) on rank 0; all ranks need the same kind of GPU\n"
+        "mprun: rank 1: precision=mxfp8: on this rank linear layers multiply codes, by the GPU, "
+        "but on rank 0 decoded numbers, in FP32 (on a CPU); all ranks need the same kind of GPU\n"
     )
     assert not (tmp_path / "x").exists()

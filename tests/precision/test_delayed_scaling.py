@@ -166,7 +166,7 @@ def test_a_state_that_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="must have a history of scales"):
         own.load_state_dict(saved)
     for change in {"layers": ["0", "1"]}, {"history": kept["history"][:5]}:
-        with pytest.raises(ValueError, match="must have this model's layers and length"):
+        with pytest.raises(ValueError, match="must have the same layers"):
             own.load_state_dict(saved | {"delayed": kept | change})
 
 

@@ -442,7 +442,7 @@ def test_what_cuda_cannot_compute_in_fp16_an_override_computes():
         return model
 
     model, _ = prepared("fp16_master", parametrized())
-    with pytest.raises(NotImplementedError, match="its module by an override"):
+    with pytest.raises(NotImplementedError, match="set fp32 for its module in overrides"):
         model(torch.randn(2, 4))
     model, optimizer = prepared("fp16_master", parametrized(), overrides={"0": "fp32"})
     model(torch.randn(2, 4)).sum().backward()

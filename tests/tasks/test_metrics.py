@@ -162,14 +162,15 @@ def folder(tmp_path, monkeypatch):
             "Silent",
             [F1],
             "compare.metric=f1: f1_task:Silent declares loss, top1, top5; for another metric set "
-            "compare.higher_is_better=true and compare.margin=X, or compare.higher_is_better=false",
+            "compare.higher_is_better=false, or compare.higher_is_better=true with "
+            "compare.margin=X",
         ),
         (
             "WithF1",
             ["compare.metric=F1"],
             "compare.metric=F1: did you mean 'f1'? f1_task:WithF1 declares loss, top1, top5, f1; "
-            "for another metric set compare.higher_is_better=true and compare.margin=X, or "
-            "compare.higher_is_better=false",
+            "for another metric set compare.higher_is_better=false, or "
+            "compare.higher_is_better=true with compare.margin=X",
         ),
         (
             "Twice",

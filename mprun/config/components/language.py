@@ -204,8 +204,8 @@ class GPTMoEConfig(GPTConfig):
     )
     capacity: float | None = positive(
         None,
-        "Most tokens per expert (1: an equal share), others are dropped; null: no limit, the host "
-        "waits",
+        "Token limit per expert (1: equal share), the rest is dropped; null: no limit, host waits "
+        "for GPU",
     )
     shared_size: int = from_zero(
         0, "Number of hidden units of an expert that every token uses; 0: no such expert"
@@ -296,7 +296,9 @@ class Lm1bConfig(DataConfig):
     # Entries of that file (Jozefowicz et al., arXiv 1602.02410, section 4.1).
     vocab_limit = 793_470
     sequence_length: int = _sequence(20)
-    vocabulary: str | None = place("Vocabulary file, one word per line; null: the file below root")
+    vocabulary: str | None = place(
+        "Vocabulary file, one word per line; null: the vocabulary file of the corpus in data.root"
+    )
     vocab_multiple: int = vocab_multiple(8)
     eval_split: str = eval_split()
     eval_tokens: int | None = ranged(None, _EVAL_TOKENS, at_least=32)

@@ -34,7 +34,7 @@ def load_weights(
         raise ValueError(f"weights={path}: cannot be read: {error.strerror or error}") from error
     except Exception as error:  # damaged files make torch raise many types
         raise ValueError(
-            f"weights={path}: is not a file of weights alone from torch.save"
+            f"weights={path}: must be a file from torch.save that contains only weights"
         ) from error
     if not isinstance(read, dict) or not all(isinstance(v, Tensor) for v in read.values()):
         raise ValueError(f"weights={path}: must map names to tensors")

@@ -190,7 +190,8 @@ class Wanted:
             where, cell = commas[0]
             raise BadInput(
                 f"{self.path}: {where}: {cell!r} may mean {cell.replace(',', '')} or "
-                f"{cell.replace(',', '.')}, and no other number shows which; write a decimal point"
+                f"{cell.replace(',', '.')}, and no other number shows which of the two; write "
+                "numbers with a decimal point and without commas"
             )
         self.notes.append("numbers are read as written like 0,5")
         return numbers
@@ -326,9 +327,9 @@ def _refuse_another_curve(log: Log, kept: Sequence[float], backwards: Sequence[_
         come = sum(step <= one <= last for one in kept)
         if max(gone, come) > 2 * min(gone, come) + 2:
             raise BadInput(
-                f"{log.name}: {where}: goes back to step {step:g} after {last:g}, and has {come} "
-                f"values where it had {gone} before. The log may hold two curves of one name; give "
-                f"each curve its own log"
+                f"{log.name}: {where}: goes back to step {step:g} after {last:g}; for these steps "
+                f"the log has {gone} values before and {come} after this place. The log may hold "
+                f"two curves of one name; give each curve its own log"
             )
 
 

@@ -281,7 +281,7 @@ def seeds_of(text: str) -> tuple[int, ...]:
         low, high = int(ends[0]), int(ends[-1])
         if not low <= high < low + _MOST:
             raise BadInput(
-                f"--seeds {text}: {part.strip()} must ascend, and span fewer than {_MOST:,}"
+                f"--seeds {text}: {part.strip()} must ascend, with at most {_MOST:,} seeds"
             )
         found |= {*range(low, high + 1)}
     return tuple(sorted(found))

@@ -40,9 +40,9 @@ class DeepSpeech2Config(ModelConfig):
 
     channels: int = count(32, "Number of channels of each convolution")
     frequency_kernels: list[int] = count(
-        lambda: [41, 21], "Height of the kernel of each convolution in frequency rows"
+        lambda: [41, 21], "Kernel height of each convolution, in frequency rows"
     )
-    time_kernel: int = count(11, "Width of the kernel of each convolution in frames")
+    time_kernel: int = count(11, "Kernel width of each convolution, in frames")
     frequency_stride: int = count(2, "Stride of each convolution in frequency rows")
     time_stride: int = count(
         2, "Stride of the first convolution in frames; the others have stride 1"

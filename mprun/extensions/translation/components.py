@@ -55,7 +55,7 @@ class Seq2SeqConfig(ModelConfig):
         at_most=1000,
     )
     dropout: float = share(
-        0.0, "Dropout probability of embeddings, between layers and before the softmax"
+        0.0, "Dropout probability after the embeddings, between LSTM layers and before the softmax"
     )
     init_range: float = positive(
         0.1, "Parameters are initialised uniformly between -init_range and init_range"

@@ -236,13 +236,13 @@ def test_weights_of_a_file(tmp_path):
         ({"a": torch.zeros(1)}, "because features.0.weight is missing"),
         (vgg | {"features.5.weight": torch.zeros(3)}, "features.5.weight is .3., must be .128, 64"),
         ([1, 2], "must map names to tensors"),
-        (nn.Linear(1, 1), "not a file of weights alone"),
+        (nn.Linear(1, 1), "a file from torch.save that contains only weights"),
     ):
         torch.save(content, path)
         with pytest.raises(ValueError, match=f"weights={path}: .*{said}"):
             configured("ssd300", **VOC, weights=str(path))
     path.write_bytes(path.read_bytes()[:100])
-    with pytest.raises(ValueError, match="not a file of weights alone"):
+    with pytest.raises(ValueError, match="a file from torch.save that contains only weights"):
         configured("ssd300", **VOC, weights=str(path))
     with pytest.raises(ValueError, match="cannot be read: No such file"):
         configured("ssd300", **VOC, weights=str(tmp_path / "none"))

@@ -256,7 +256,7 @@ def test_seeds_pair_logs_where_every_run_names_its_own(tmp_path):
             ["--higher-is-better", "--margin", "1"],
             (0.76, 0.761, 0.759),
             (0.10, 0.101, 0.099),
-            ["--margin 1: is absolute, and must be below 0.38, which is half of the mean"],
+            ["--margin 1: an absolute margin must be below 0.38, half of the mean"],
         ),
         (
             "top1",

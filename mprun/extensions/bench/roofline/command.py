@@ -56,7 +56,7 @@ def parse(arguments: list[str]) -> Namespace:
     parser.add_argument("--gpu", default="H200", help=f"{', '.join(GPUS)} (H200)")
     add = parser.add_argument
     add("--mode", type=names("--mode"), metavar="A,B",
-        help="precision modes, in the order of the output (those of "
+        help="precision modes in the order of the output (default: those of "
                 f"{','.join(DEFAULT_MODES)} that the GPU supports); for one mode, you can also "
                 "pass precision=MODE")  # fmt: skip
     at_most = number("--top", 1, 100, whole=True)
