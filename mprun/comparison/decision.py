@@ -263,9 +263,9 @@ def _margin(values: Values) -> Margin:
     if question.relative:
         if zero:
             raise BadInput(
-                f"{asked}: cannot be a share of the mean {metric} of {baseline.reference}, because "
-                f"{number_of(len(values.base), question.counted)} cannot distinguish this mean, "
-                f"{mean:.3g}, from 0. Pass --margin X --absolute, in the unit of the metric"
+                f"{asked}: cannot be a share of the mean {metric} of {baseline.reference}, "
+                f"{mean:.3g}, which {number_of(len(values.base), question.counted)} cannot "
+                "distinguish from 0. Pass --margin X --absolute, in the unit of the metric"
             )
         return Margin(setting, mean)
     if setting >= mean / 2 and not zero:

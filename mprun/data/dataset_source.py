@@ -252,9 +252,9 @@ class DatasetSource(LoadedSource):
     A stream, such as a `torch.utils.data.IterableDataset`, is iterated from its start in each
     epoch, after ``set_epoch(epoch)`` if it has this method. A stream determines the order of its
     items; the index of an item is its position. ``train_samples`` and ``eval_samples`` state the
-    number of items in each epoch of the two streams. If you omit one, ``__len__`` of its stream
-    states this number. Each process and each rank reads the whole stream, so the stream must not
-    divide its items among ranks.
+    number of items in each epoch of the training stream and of the held-out stream. If you omit
+    one, ``__len__`` of its stream must return this number. Each process and each rank reads the
+    whole stream, so the stream must not divide its items among ranks.
 
     ``workers`` processes read training items in advance, and the same number of processes read
     held-out items. With ``workers=0`` the calling thread reads all items. Worker processes need

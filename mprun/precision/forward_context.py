@@ -178,8 +178,8 @@ def why_unsupported(
     TF32 and BF16 Tensor Cores exist from compute capability 8.0 on (NVIDIA Ampere), and FP8 Tensor
     Cores from 8.9 on. For FP8, small test products show whether torch supports this policy on the
     device. If numbers are decoded before a matrix product, the GPU multiplies them in BF16. The
-    limits on compute capability do not apply to GPUs with ROCm. A GPU with ROCm has no TF32; which
-    other formats it supports is found by running small test products.
+    limits on compute capability do not apply to GPUs with ROCm. A GPU with ROCm has no TF32; for
+    other formats, only the small test products show whether the GPU supports them.
 
     overrides: the dtypes in the policy's module overrides.
     """

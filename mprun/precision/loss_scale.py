@@ -234,9 +234,9 @@ class DynamicLossScale(LossScale):
         """Load the state as `LossScale.load_state_dict` does, then clamp it to the limits of this
         object's rule.
 
-        A state saved with the same rule already lies within these limits and stays unchanged. If
-        the `growth_interval` of this object is shorter than the saved count of clean steps, the
-        scale would never grow again without clamping.
+        A state saved with this object's rule already lies within the limits, so clamping leaves it
+        unchanged. If the `growth_interval` of this object is shorter than the saved count of clean
+        steps, the scale would never grow again without clamping.
         """
         super().load_state_dict(state)
         self.scale.clamp_(self.rule.min_scale, self.rule.max_scale)

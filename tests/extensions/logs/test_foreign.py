@@ -267,7 +267,7 @@ def test_seeds_pair_logs_where_every_run_names_its_own(tmp_path):
         ),
         ("val/score", [], SIX, SIX, ["--lower-is-better"]),
         ("kl", [], AROUND_0, AROUND_0, ["0.0004, which 5 runs cannot distinguish", "--absolute"]),
-        ("loss", ["--margin", "2", "--absolute"], SIX, SIX, ["must be below 0.502, which is half"]),
+        ("loss", ["--margin", "2", "--absolute"], SIX, SIX, ["must be below 0.502, half of the"]),
         (
             "loss",
             ["--lower-is-better", "--higher-is-better"],
