@@ -134,7 +134,7 @@ def test_a_folder_that_lacks_a_split_is_bad_input_not_damage(folder, tmp_path, c
     (folder / "valid.txt").unlink()
     command = ["data=text", f"data.root={folder}", f"data.cache={tmp_path}/c", "model=lstm_lm"]
     command += [f"output_root={tmp_path}/runs", "device=cpu"]
-    refused(capsys, *command, says=f"mprun: data.root={folder}: no valid split", code=2)
+    refused(capsys, *command, says=f"mprun: data.root={folder}: has no valid split", code=2)
     assert not (tmp_path / "runs").exists()
 
 
