@@ -327,9 +327,9 @@ def _refuse_another_curve(log: Log, kept: Sequence[float], backwards: Sequence[_
         come = sum(step <= one <= last for one in kept)
         if max(gone, come) > 2 * min(gone, come) + 2:
             raise BadInput(
-                f"{log.name}: {where}: goes back to step {step:g} after {last:g}; for these steps "
-                f"the log has {gone} values before and {come} after this place. The log may hold "
-                f"two curves of one name; give each curve its own log"
+                f"{log.name}: {where}: goes back to step {step:g} after {last:g}, with {come} "
+                f"values for these steps instead of {gone}. If the log holds two curves of one "
+                f"name, give each its own log"
             )
 
 

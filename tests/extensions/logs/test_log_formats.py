@@ -343,7 +343,7 @@ def test_an_installed_package_adds_a_format(tmp_path, monkeypatch):
         ("a.log", "step 1 loss 3\nstep 2 loss 2  loss 1\n", "line 2: loss has the values 2 and 1; must"),  # noqa: E501
         ("a.log", "step 1 loss 3\nstep 2 loss 2\nstep 2 loss 4\n",
          "step 2 has two values, 2 in line 2 and 4 in line 3: there may be two curves of one"),
-        ("a.csv", TABLE + "4,9\n10,8\n12,8\n", "line 12: goes back to step 4 after 10; for these"),
+        ("a.csv", TABLE + "4,9\n10,8\n12,8\n", "line 12: goes back to step 4 after 10, with"),
         ("a.log", lines(SIMPLE), "--scalar loss: has rows with several values"),
         ("a.csv", "Split,step,loss\ntrain,1,2\neval,2,1\n", "--scalar loss: has rows with several "
          "values of 'Split' (eval, train); choose one, e.g. --scalar train/loss. If all these "

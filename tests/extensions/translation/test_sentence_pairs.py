@@ -191,7 +191,10 @@ def test_thousands_of_pairs_are_written_in_pieces(folder, monkeypatch):
             ["giga-fren.release2.fixed.en.gz", "giga-fren.release2.fixed.fr.gz"],
         ),
         (["train.tsv"], ["train.tsv"]),
-        (["train.en", "train.de"], "no train split .train.en has no other side.: it needs train.en and"),
+        (
+            ["train.en", "train.de"],
+            "no train split .train.en has no other side.: it needs train.en and",
+        ),
         ([], "no train split: it needs train.en and train.fr, or train.tsv"),
         (
             ["train.en", "train.fr", "train.tsv.gz"],
