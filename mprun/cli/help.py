@@ -418,7 +418,7 @@ def show(options: argparse.Namespace) -> int:
     from mprun.config.overrides import as_hydra_takes, line_of, parse_overrides
 
     def not_a_run(config: object) -> None:
-        raise AssertionError(f"{flag} started a run instead of only showing the configuration")
+        raise AssertionError(f"{flag} must only show the configuration, but Hydra started a run")
 
     prepare_hydra()
     source = [] if options.config_dir is None else ["--config-dir", options.config_dir]

@@ -301,7 +301,7 @@ def _decide_at_looks(decision: Decision, values: Values) -> None:
         if len(values.own) != len(values.base) or taken[-1] != available:
             raise BadInput(
                 f"--looks {','.join(map(str, plan))}: {len(values.own)} and {len(values.base)} "
-                "runs name no seeds, so mprun cannot choose the runs for each number of seeds. "
+                "runs record no seeds, so mprun cannot choose the runs for each number of seeds. "
                 f"Pass the same number of runs for both labels, {' or '.join(map(str, plan))}, or "
                 "name the seeds"
             )

@@ -178,7 +178,7 @@ def _metric(proto: ProtoGroup, name: str, higher: bool | None) -> Metric:
         (one, path), (other, another) = [*found.values()][:2]
         raise BadInput(
             f"compare.metric={name}: runs contradict each other: {one.direction} is better (unit: "
-            f"{one.unit}) in the first of these runs, {other.direction} is better (unit: "
+            f"{one.unit}) in the first run, {other.direction} is better (unit: "
             f"{other.unit}) in the second: {path}, {another}"
         )
     metric, path = next(iter(found.values()), (stated(name, bool(higher)), ""))

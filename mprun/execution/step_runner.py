@@ -102,8 +102,8 @@ class LearningRate:
             if any(learner.steps.scale.skips_nonfinite for learner in self.learners):
                 name = type(waits[0]).__name__
                 raise BadInput(
-                    f"optim.schedule: optimizer {name} without a fused kernel reads its learning "
-                    "rate on the host, but the host cannot count skipped updates; use optim=adamw, "
+                    f"optim.schedule: without a fused kernel, optimizer {name} reads its learning "
+                    "rate on the host, which cannot count skipped updates; use optim=adamw, "
                     "optim.schedule=constant or scaler=none"
                 )
             return None

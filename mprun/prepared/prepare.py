@@ -120,8 +120,8 @@ def prepare(
             parameters are included. Pass None if there is no optimizer yet.
         precision: name of a mode ("fp32", "fp16_naive", "fp16_master", "amp", ...) or a policy.
         scaler: name of a loss scaler ("none", "static", "dynamic", "apex", ...), or a `LossScale`,
-            which several calls may share. If `scaler` is None, the named mode uses its default
-            scaler, and a policy uses no scaler.
+            which several calls may share. With `scaler=None`, a mode that is given by name
+            uses its default scaler, and a policy uses none.
         overrides: maps a glob pattern over module names to the dtype ("fp32") in which these
             modules compute.
         native: whether a CPU uses torch's 16-bit kernels instead of the emulation.

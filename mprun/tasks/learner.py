@@ -297,7 +297,7 @@ class Learner:
         self.prepared.tensors.forget()
         if saved["averages"].keys() != self.averages.keys():
             raise ValueError(
-                "saved optimizer state must have averages of the weights of this run "
+                "saved optimizer state must have moving averages of this run's weights "
                 "(optim.average_decay)"
             )
         for name, average in self.averages.items():

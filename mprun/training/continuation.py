@@ -66,9 +66,8 @@ def check_length(config: RunConfig, record: Record, steps: int | None) -> None:
     shares = [one.at for one in config.precision.switch if isinstance(one.at, float)]
     if shares:
         raise BadInput(
-            f"train.steps={steps}: precision.switch has at={shares[0]}, a share of {before} steps, "
-            "so a resume cannot change the number of steps; begin a new run in which `at` of "
-            "precision.switch is a number of steps"
+            f"train.steps={steps}: a resume cannot change the number of steps, of which "
+            f"at={shares[0]} of precision.switch is a share; give `at` in steps in a new run"
         )
 
 

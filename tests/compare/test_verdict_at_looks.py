@@ -91,11 +91,13 @@ def test_logs_without_seeds_have_no_order_in_which_looks_could_take_them():
     verdict, _ = judge(own, base, question)
     assert (verdict.look, verdict.method, verdict.seeds) == (5, "Welch", [0, 1, 2, 3, 4])
     own.runs.pop()
-    with pytest.raises(BadInput, match="--looks 3,5: 4 and 5 runs name no seeds, so mprun cannot"):
+    with pytest.raises(
+        BadInput, match="--looks 3,5: 4 and 5 runs record no seeds, so mprun cannot"
+    ):
         judge(own, base, question)
     # As many as a look in one arm, or as many as no look in both, say nothing either.
-    with pytest.raises(BadInput, match="--looks 3,4: 4 and 5 runs name no seeds"):
+    with pytest.raises(BadInput, match="--looks 3,4: 4 and 5 runs record no seeds"):
         judge(own, base, replace(question, looks=[3, 4]))
     base.runs.pop()
-    with pytest.raises(BadInput, match="--looks 3,5: 4 and 4 runs name no seeds"):
+    with pytest.raises(BadInput, match="--looks 3,5: 4 and 4 runs record no seeds"):
         judge(own, base, question)

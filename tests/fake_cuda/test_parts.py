@@ -53,7 +53,7 @@ def test_a_varying_rate_that_only_the_host_can_read_is_refused_before_a_run(devi
     overrides = ["optim=sgd", "optim.schedule=cosine", "precision=bf16_naive", "scaler=dynamic"]
     found = device.run(tmp_path / "run", [*SMALL, *overrides])
     assert (
-        "optim.schedule: optimizer SGD without a fused kernel reads its learning rate on the host"
+        "optim.schedule: without a fused kernel, optimizer SGD reads its learning rate on the host"
         in found["error"]
     )
     assert not (tmp_path / "run").exists()

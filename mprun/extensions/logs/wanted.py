@@ -190,8 +190,8 @@ class Wanted:
             where, cell = commas[0]
             raise BadInput(
                 f"{self.path}: {where}: {cell!r} may mean {cell.replace(',', '')} or "
-                f"{cell.replace(',', '.')}, and no other number shows which of the two; write "
-                "numbers with a decimal point and without commas"
+                f"{cell.replace(',', '.')}; write numbers with a decimal "
+                "point and without commas"
             )
         self.notes.append("numbers are read as written like 0,5")
         return numbers

@@ -365,8 +365,8 @@ def test_an_installed_package_adds_a_format(tmp_path, monkeypatch):
         ("a.json", '{"loss": {"values": [2, 1], "steps": [1]}}', "'step' and 'loss' must "
          "have equally many values, got 1 and 2"),
         ("a.json", '{"loss": {"values": [2, 1], "tokens": [5, 9]}}', "'loss' also has the fields"),
-        ("a.csv", "step;loss\n1;2,345\n2;2,125\n", "line 2: '2,345' may mean 2345 or 2.345, "),
-        ("a.log", "step 1 loss 2,345\n", "line 1: '2,345' may mean 2345 or 2.345, and no other"),
+        ("a.csv", "step;loss\n1;2,345\n2;2,125\n", "line 2: '2,345' may mean 2345 or 2.345; "),
+        ("a.log", "step 1 loss 2,345\n", "line 1: '2,345' may mean 2345 or 2.345; write numbers"),
     ],
 )  # fmt: skip
 def test_a_log_with_two_readings_is_refused_at_its_line(tmp_path, name, text, said):
