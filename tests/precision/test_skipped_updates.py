@@ -15,7 +15,14 @@ from mprun.precision import (
     StaticLossScale,
     torch_update,
 )
-from mprun.precision.torch_update import host_decides, initialise_state, skipping
+from mprun.precision.torch_update import (
+    creates_late,
+    host_decides,
+    initialise_state,
+    moved_by,
+    path_of,
+    skipping,
+)
 from mprun.tasks import OfParameters
 
 from .. import helpers
@@ -133,6 +140,7 @@ def test_a_step_that_no_host_stops_is_undone(optimizer, implementation, monkeypa
         assert not host_decides(ours)
         with skipping(ours, torch.full((), float(bad))):
             ours.step()
+        assert not hasattr(ours, "found_inf")  # which a later step would read
         if bad:
             assert_same_bits((kept, ours.state_dict()["state"]), before)
         else:
@@ -263,6 +271,36 @@ def test_a_fused_step_whose_buffer_is_still_to_appear_is_stopped_by_the_host():
     with skipping(optimizer, torch.zeros(())):
         optimizer.step()
     assert torch.equal(optimizer.state[own]["momentum_buffer"], own.grad)
+
+
+def test_a_counter_on_the_host_counts_where_lr_decay_reads_it():
+    """Parameters without memory stand for those of a GPU."""
+    own = [nn.Parameter(torch.empty(2, device="meta")) for _ in range(2)]
+    plain, decaying = torch.optim.Adagrad(own), torch.optim.Adagrad(own, lr_decay=0.1)
+    assert (host_decides(plain), host_decides(decaying)) == (False, True)
+    found = moved_by(plain)
+    assert len(found) == 4 and all(tensor.is_meta for tensor in found)
+
+
+def test_a_parameter_without_a_gradient_makes_no_step_wait():
+    own = [nn.Parameter(torch.ones(2)) for _ in range(2)]
+    optimizer = torch.optim.NAdam(own)
+    own[0].grad = torch.ones(2)
+    assert host_decides(optimizer)  # its state is still to appear
+    optimizer.step()
+    assert not host_decides(optimizer)
+
+
+def test_groups_may_have_settings_of_their_own():
+    def made(name, *values):
+        groups = [{"params": [nn.Parameter(torch.ones(1))], name: value} for value in values]
+        return torch.optim.SGD(groups, 0.1, 0.9)
+
+    chosen = ((True, True), (True, False), (True, None), (False, False))
+    found = [path_of(made("foreach", *values)) for values in chosen]
+    assert found == ["foreach", "loop", "default", "loop"]
+    dampened = [creates_late(made("dampening", *own)) for own in ((0, 0), (0, 0.5), (0.5, 0))]
+    assert dampened == [False, True, True]
 
 
 def test_an_optimizer_from_elsewhere_that_calls_itself_fused_is_stopped_by_the_host():
