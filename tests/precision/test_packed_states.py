@@ -335,7 +335,6 @@ def test_what_is_not_finite_does_not_become_finite(form):
         assert not decoded[7].isfinite() and decoded[BLOCK:].isfinite().all()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rule", "name"), [(torch.optim.Adadelta, "acc_delta"), (torch.optim.Adamax, "exp_inf")]
 )

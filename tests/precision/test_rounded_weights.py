@@ -2,6 +2,7 @@
 
 import copy
 import hashlib
+import itertools
 import math
 from contextlib import contextmanager
 
@@ -120,14 +121,17 @@ def test_philox_of_another_width_is_numpys():
 
 
 def test_random_bits_are_those_of_their_seed_name_update_and_place():
-    narrow, seed, name = of("a", "layer.weight", seed=-7), 2**64 - 7, b"layer.weight"
+    names, seed = ("a", "layer.weight"), 2**64 - 7
+    narrow = of(*names, seed=-7)
     narrow.updates += 5
-    hashed = int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little")
-    for place in (0, 1, 12345):
+    for number, place in itertools.product((0, 1), (0, 1, 12345)):
+        digest = hashlib.blake2b(names[number].encode(), digest_size=8).digest()
+        hashed = int.from_bytes(digest, "little")
         counter = [place // 8, 5, hashed % 2**32, hashed >> 32]
         word = by_hand(counter, [seed % 2**32, seed >> 32])[place % 8 // 2]
         expected = word >> 16 if place % 2 else word & 0xFFFF
-        assert drawn(narrow, place + 3, number=1)[place] == expected
+        assert drawn(narrow, place + 3, number=number)[place] == expected
+    assert int(narrow.streams[0]) % 2**64 == seed  # as other processes get it
 
 
 def test_random_bits_are_uniform_and_of_their_place():

@@ -157,6 +157,7 @@ def test_random_bits_differ_by_state_and_seed_and_leave_skipped_steps_alone():
     before, after = stepped(policy, steps=2), stepped(policy, steps=3, skip=2)
     assert_same_bits(states(after), states(before))
     assert after.steps.narrow.updates == 2
+    assert after.steps.narrow.draws and not stepped(of("bf16"), steps=0).steps.narrow.draws
 
 
 @pytest.mark.parametrize("form", ["bf16", "fp16", "fp8", "dynamic8"])
@@ -218,6 +219,8 @@ def test_each_setting_is_looked_at_for_the_state_that_it_decays():
     assert of("fp8").stuck({"momentum": 0.99}) and not of("fp8").stuck({"momentum": 0.9})
     assert of("fp16").stuck({"alpha": 0.999}) is None and of("bf16").stuck({"alpha": 0.999})
     assert least_decay("fp32", True) == 0
+    for form in ("bf16", "fp8"):  # in blocks the scale of a block may decay
+        assert (" while the largest of its block stays" in of(form).stuck(adam)) == (form == "fp8")
 
 
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
@@ -232,6 +235,9 @@ def test_masters_in_bf16_are_weights_in_bf16(rounding):
         assert own.dtype is F32 and torch.equal(own, wanted.float())
     assert not torch.equal(one.updated[2], one.updated[2].bfloat16().float())  # a norm's gain
     assert_same_bits(states(one), states(other))
+    random = dataclasses.replace(rounded, state_dtype="bf16", state_rounding="stochastic")
+    first, same = (stepped(policy, steps=1).updated for policy in (rounded, random))
+    assert_same_bits(same, first)  # its state is rounded after the first update
 
 
 def test_masters_in_fp16_are_rounded_at_the_start_and_after_each_update():
