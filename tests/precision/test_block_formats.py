@@ -306,6 +306,9 @@ def test_random_bits_are_those_of_seed_micro_batch_layer_product_and_place():
     micro_batches.begin_step(matrix.device, 0, 4)
     micro_batches.begin(matrix.device, 3)
     assert torch.equal(numbers(cast(matrix, operand)), rounded(matrix, number=7))
+    with micro_batches.apart():
+        assert [micro_batches.draw(stream, 3) for stream in (1, 1, 2)] == [0, 3, 0]
+        assert micro_batches.number(torch.device("meta")).is_meta
 
 
 # The three products of a layer.

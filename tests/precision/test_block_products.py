@@ -197,3 +197,6 @@ def test_a_gpu_that_fails_the_check_gets_decoded_numbers(monkeypatch):
     monkeypatch.setattr(block_products, "difference", lambda *given: None)
     assert MXFP8.plan(device=GPU).output[0].native
     block_products.why_decoded.cache_clear()
+    monkeypatch.setattr(torch.version, "hip", "6.4")  # whose numbers mean something else
+    assert "10.0 is not known" in why_decoded(MXFP8, GPU)
+    block_products.why_decoded.cache_clear()

@@ -3,12 +3,13 @@
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from mprun.numerics.trace import Operation, name_of
-from mprun.precision.flops import attention_flops
+from mprun.precision.flops import attention_flops, recurrent_flops
 
 SIZES = st.integers(1, 5)
 
@@ -54,3 +55,10 @@ def test_attention_counts_the_pairs_of_its_mask(heads, queries, keys, size, caus
     given = [torch.empty(2, heads, n, s) for n, s in ((queries, size), (keys, size), (keys, 7))]
     expected = 2 * 2 * heads * pairs * (k * size + v * 7)
     assert attention_flops(given, k, v, causal=causal) == expected
+
+
+def test_each_weight_of_a_recurrent_layer_meets_each_time_step_once():
+    lstm, x = nn.LSTM(3, 4), torch.ones(5, 2, 3)  # four gates, of 4 x 3 and 4 x 4 weights
+    packed = nn.utils.rnn.pack_padded_sequence(x, [5, 3])
+    for inputs, positions in ((x, 10), (packed, 8)):
+        assert recurrent_flops(lstm, inputs) == 2 * positions * 4 * (4 * 3 + 4 * 4)

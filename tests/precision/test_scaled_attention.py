@@ -217,6 +217,8 @@ def test_heads_that_share_keys_are_repeated_ones():
     assert torch.equal(found, expected) and torch.equal(of_q, of_repeated_q)
     for own, each in zip(of_shared, of_each, strict=True):
         assert torch.equal(own, each.unflatten(1, (2, 3)).sum(2))
+    one = [own[0].detach().requires_grad_() for own in (q, k, v)]  # without a batch
+    assert torch.equal(attended(HEAD, *one, enable_gqa=True)[0], found[0])
 
 
 def test_masks_mean_what_they_mean_to_torch():

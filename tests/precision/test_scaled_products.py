@@ -249,6 +249,14 @@ def test_gradients_against_float64():
         assert 0.01 < error < 2.0**-3
 
 
+def test_a_cast_serves_two_products_if_it_is_the_same_in_both():
+    """By row the sums of the second one run along the other dimension."""
+    without = dataclasses.replace(TENSOR, high_precision=("grad_weight",))
+    for products, kept in ((TENSOR, (1, 1, 1)), (ROW, (0, 0, 0)), (without, (0, 1, 0))):
+        plan = products.plan()
+        assert (plan.keeps_input, plan.keeps_weight, plan.keeps_gradient) == kept
+
+
 class Two(nn.Module):
     def __init__(self):
         super().__init__()
@@ -272,6 +280,7 @@ class Two(nn.Module):
         (("inn*r",), {}, ["inner.0"]),
         (("!inner.*",), {}, ["inputs"]),
         (("!in*", "inner.0"), {}, ["inner.0"]),
+        (("!inner.*", "output"), {}, ["inputs", "output"]),
         (("*", "!middle"), {}, "'!middle' matches no nn.Linear"),
         (("!last 15%",), {}, ["inputs"]),
         (("middle",), {}, "'middle' matches no nn.Linear; the model has inputs, inner.0, output"),

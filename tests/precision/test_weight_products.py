@@ -199,6 +199,21 @@ def test_a_copied_expert_keeps_its_history(copy):
     assert kept.present[:, 1, 1].tolist() == [1, 2, 3, 4]
 
 
+def test_an_expert_that_einsum_copies_keeps_its_history():
+    """Of a copy whose experts lie beside each other it makes one in which each is whole."""
+
+    def heads(x, w):
+        apart = w.transpose(0, 1).contiguous().transpose(0, 1).unflatten(1, (4, 6))
+        return torch.einsum("etk,ebak->etba", x.expand(4, -1, -1), apart.transpose(1, 2))
+
+    model = Forms(heads, 4, 24, 32)
+    with torch.no_grad():
+        model.weight.copy_(torch.arange(1.0, 5).view(4, 1, 1).expand(4, 24, 32))
+    kept = install(model, named("fp8_delayed", "weight"), {})
+    model(torch.randn(5, 32))
+    assert kept.present[:, 1, 1].tolist() == [1, 2, 3, 4]
+
+
 class Forms(nn.Module):
     def __init__(self, form, *shape):
         super().__init__()
@@ -221,6 +236,9 @@ MATRIX = {
     "einsum without result": lambda x, w: torch.einsum("abk,kn", x, w.T),
     "einsum of heads": lambda x, w: torch.einsum("btk,hnk->bthn", x, w.view(4, 6, 32)).flatten(2),
     "keyword": lambda x, w: F.linear(weight=w, input=x),
+    "on the left of a vector": lambda x, w: torch.stack(
+        [torch.stack([w @ vector for vector in row]) for row in x]
+    ),
 }
 
 
@@ -292,6 +310,16 @@ def test_forms_of_experts(form, mode):
     assert torch.equal(found, torch.stack([layer.weight.grad for layer in layers]))
 
 
+def test_a_grouped_product_has_the_dtype_that_is_asked_for():
+    model, x = Forms(lambda x, w: F.grouped_mm(x, w), 4, 32, 24), torch.randn(4, 5, 32)
+    install(model, named("fp8_tensorwise", "weight"), {})
+    wide = model(x)
+    model.form = lambda x, w: F.grouped_mm(x, w, out_dtype=torch.bfloat16)
+    narrow = model(x)
+    assert (wide.dtype, narrow.dtype) == (torch.float32, torch.bfloat16)
+    assert torch.equal(narrow, wide.bfloat16())
+
+
 PLAIN = {
     "another dtype": lambda x, w: F.linear(x.float(), w.float()),
     "a row": lambda x, w: F.linear(x.bfloat16(), w[0]),
@@ -300,6 +328,10 @@ PLAIN = {
         x.bfloat16(), w.new_ones(2, 32, 16), offs=torch.tensor([3, 8], dtype=torch.int32)
     ),
     "two weights": lambda x, w: torch.matmul(w, w.mT),
+    "einsum of one": lambda x, w: torch.einsum("ij->ji", w),
+    "einsum of a list of one": lambda x, w: torch.einsum("ij->ji", [w]),
+    "einsum of a number": lambda x, w: torch.einsum("->", w[0, 0]),
+    "einsum with numbers of dimensions": lambda x, w: torch.einsum(w, [0, 1], [1, 0]),
 }
 
 
