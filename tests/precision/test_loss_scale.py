@@ -28,6 +28,7 @@ def test_none_lets_everything_through_at_no_cost():
     assert scale.inverse().item() == 1.0 and scale.skips_nonfinite is False
     assert trace(scale, "o" * 100) == [1.0] * 100
     assert (scale.steps_skipped.item(), scale.collapsed().item()) == (0, False)
+    assert scale.found_inf.item() == 0
 
 
 def test_static_never_moves_and_collapses_on_its_fixed_value():

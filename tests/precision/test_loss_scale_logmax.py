@@ -112,6 +112,10 @@ def test_several_optimizers_share_flag_and_maximum():
     shared.update()
     assert shared.steps_skipped.item() == 1
     assert (shared.grad_max.item(), shared.found_inf.item()) == (0.0, 0.0)
+    shared.record(torch.tensor(1.0), torch.tensor(2.0**-9))  # which an overflow makes no maximum
+    shared.update()
+    run(single, [float("inf")] * 2)
+    assert torch.equal(shared.averages, single.averages)
 
 
 def test_400_overflows_reach_the_floor_and_collapse():

@@ -43,8 +43,9 @@ def test_a_damaged_state_is_refused_by_key_and_changes_nothing(kind):
         target.load_state_dict(state | {"extra": torch.tensor(0)})
     with pytest.raises(ValueError, match="'scale' must be a torch.float32"):
         target.load_state_dict(state | {"scale": state["scale"].double()})
-    with pytest.raises(ValueError, match="'found_inf' must be"):
-        target.load_state_dict(state | {"found_inf": torch.zeros(2)})
+    for wrong in (torch.zeros(2), 0.0):
+        with pytest.raises(ValueError, match="'found_inf' must be"):
+            target.load_state_dict(state | {"found_inf": wrong})
     with pytest.raises(ValueError, match="kind='jmp'"):
         target.load_state_dict(state | {"kind": "jmp"})
     assert_same_bits(target.state_dict(), untouched.state_dict())
