@@ -73,6 +73,9 @@ def test_a_mode_rounds_the_rows_that_are_read_and_no_others(kind):
     ((held, rows, values),) = model.held
     assert (held, rows) == (torch.float32, torch.float16)
     assert torch.equal(values, before.half()[ids])
+    whole = Read(nn.Embedding(9, 4))  # with dense gradients
+    one_step(mixed(whole, "fp16_master_scaled", torch.optim.Adagrad), ids)
+    assert whole.held[0][:2] == (torch.float16, torch.float16)
     gradient = table.weight.grad.coalesce()
     assert gradient.dtype is torch.float32 and gradient.indices().tolist() == [[1, 3]]
     moved = (table.weight != before).any(1)

@@ -137,7 +137,9 @@ def test_alpha_is_not_rounded(number, dtype):
             assert torch.equal(result.nan_to_num(7.0), expected.nan_to_num(7.0)), name
     with HalfEmulation(dtype):
         tiny = torch.add(torch.zeros(1).to(dtype), torch.full((1,), 65504.0).to(dtype), alpha=1e-8)
+        more = x + number
     assert float(tiny) == float(torch.tensor(6.5504e-4).to(dtype))
+    assert torch.equal(more.nan_to_num(7.0), (x.float() + number).to(dtype).nan_to_num(7.0))
 
 
 @half

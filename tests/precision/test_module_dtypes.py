@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from mprun.precision import get_policy
-from mprun.precision.module_dtypes import chosen_dtypes
+from mprun.precision.module_dtypes import chosen_dtypes, computes
 
 from ..helpers import mixed, raises_line
 from .containers import KINDS, Bypassed, Layer, Net, Recomputed, Scaled, Shared, in_turn, seen_in
@@ -211,3 +211,7 @@ def test_a_forward_of_nothing_is_refused(pattern, says):
         mixed(model, "bf16_master", overrides={pattern: F32})
     with raises_line(ValueError, "'forward'", "the model is a ModuleList"):
         mixed(nn.ModuleList([Layer()]), "bf16_master", overrides={"forward": F32})
+    model.part = nn.Module()
+    assert not computes(model.part)
+    model.part.forward = model.parts[0].forward  # of its own, which its class lacks
+    assert computes(model.part)

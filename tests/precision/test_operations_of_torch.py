@@ -59,7 +59,10 @@ SUMS = {
     ),
     "conv_tbc": lambda x, one: torch.conv_tbc(x.view(8192, 1, 1), one(1, 1, 1), one(1)),
     "index": lambda x, one: one(1)[torch.zeros(8192, dtype=torch.long)],
-    "sparse": lambda x, one: torch.sparse.mm(x.view(1, 8192).to_sparse(), torch.ones_like(x)),
+    "sparse": lambda x, one: torch.sparse.mm(
+        x.view(1, 8192).expand(4, -1).to_sparse(),
+        torch.ones_like(x),  # not in working memory
+    ),
 }
 
 

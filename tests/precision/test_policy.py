@@ -200,6 +200,11 @@ def test_a_cpu_can_honour_every_mode_but_tf32():
     assert set(reasons.values()) == {None}
 
 
+def test_modes_of_stochastic_rounding_draw():
+    found = {name for name in ALL_MODES if get_policy(name).draws}
+    assert found == {"mxfp4_hadamard", "nvfp4", "nvfp4_4over6"}
+
+
 def test_a_word_that_a_policy_does_not_know_is_refused_however_it_comes():
     with pytest.raises(
         ValueError, match="state_dtype='dynamic4': must be one of fp32, bf16, fp16, dyn"
