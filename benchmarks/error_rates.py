@@ -62,7 +62,7 @@ GAPS = {
     "seeds is 4 times that of independent gaps",
     "skewed slopes": "gaps are autoregressive, and each seed has a different slope. The "
     "slopes follow a mirrored exponential distribution with mean 0, so the gap "
-    "falls strongly for one seed in many",
+    "falls strongly, but only for rare seeds",
 }
 
 

@@ -129,15 +129,15 @@ def document(results: dict) -> str:
     rate = {name: _percent(value) for name, value in results["summary"].items()}
     noises = "\n".join(f"- *{name}*: {text}." for name, text in results["noises"].items())
     others = "\n".join(
-        f'| false "matches" of a mode {BY_MARGIN}, with noise of the kind *{kind}* | '
+        f'| false "matches" of a mode {BY_MARGIN}, if the [noise](#tables) is *{kind}* | '
         f"{rate[f'false_matches_{kind}']} |\n"
-        f'| false "worse" or "better" of a mode equal to FP32, with noise of the kind *{kind}* | '
+        f'| false "worse" or "better" although the means are equal, if the [noise](#tables) is *{kind}* | '
         f"{rate[f'false_claims_when_equal_{kind}']} |"
         for kind in results["noises"]
         if kind != "normal"
     )
     growing = "\n".join(
-        f'| false "grows" without growth, if the noise within a seed is *{kind}* | '
+        f'| false "grows" of a gap that does not grow, if its [noise](#tables) is *{kind}* | '
         f"{rate[f'false_growth_{kind}']} |"
         for kind in results["gaps"]
     )
@@ -155,9 +155,9 @@ def document(results: dict) -> str:
     )
     old = [name for name, day in drawn.items() if day < RATIO_SINCE]
     earlier = (
-        f"\nThe results named {', '.join(f'`{name}`' for name in old)} are older than the ratio\n"
-        "test. Their margin is computed from the baseline's mean, as if this mean were exact. If\n"
-        "seeds scatter by at most 1 %, the ratio test gives nearly the same rates as these.\n"
+        f"\nThe results {', '.join(f'`{name}`' for name in old)} are older than the ratio test.\n"
+        "Their margin is computed from the baseline's mean, as if this mean were exact. The ratio\n"
+        "test gives nearly the same rates, if the seeds' standard deviation is at most 1 %.\n"
         if old
         else ""
     )
@@ -195,8 +195,8 @@ mode (Welch) | \
 | false "worse" or "better" of a mode equal to FP32, with three baseline seeds and 10 or 20 seeds \
 of the mode | \
 {rate["false_claims_when_equal_uneven_welch"]} |
-| correct "matches" of a mode equal to FP32, with a standard deviation of 0.4 % over seeds and 5 \
-shared seeds | \
+| correct "matches" of a mode equal to FP32, with 5 shared seeds and losses whose standard \
+deviation over seeds is 0.4 % of their mean | \
 {rate["matches_when_equal_sd_0.4_n_5"]} |
 | false "matches" of uncorrected tests at 3, 5 and 10 seeds ({NONE}) | \
 {rate["false_matches_naive_looks"]} |
@@ -210,29 +210,29 @@ shared seeds | \
 {rate["false_claims_when_equal_until"]} |
 | false "matches" of a mode {BY_MARGIN}, if a 5 % test follows every seed ({NONE}) | \
 {rate["false_matches_every_seed"]} |
-| one pair of runs whose true gap equals the bar: "inside", if `compare.pair_sd` is the true \
-standard deviation | \
-{rate["inside_at_the_bar_the true one"]} |
-| one pair of runs whose true gap equals the bar: "inside", if `compare.pair_sd` is half of the \
+| false "inside" of one pair of runs whose true gap equals the bar, if `compare.pair_sd` is the \
 true standard deviation | \
+{rate["inside_at_the_bar_the true one"]} |
+| false "inside" of one pair of runs whose true gap equals the bar, if `compare.pair_sd` is half \
+of the true standard deviation | \
 {rate["inside_at_the_bar_half of it"]} |
 {others}
 {growing}
 
 ## Why a relative margin is tested as a ratio
 
-"Within 1 % of FP32" bounds the ratio of two means, and the FP32 mean is itself uncertain. A
-simpler test computes the margin from the FP32 mean and treats this mean as exact. The simpler test
-gives too many wrong verdicts if seeds scatter widely but runs with equal seeds end close together.
-In this case, the error of the FP32 mean makes the margin more uncertain than the differences. So
-mprun uses the ratio test, which computes mode - (1 +- margin) * baseline for each seed. The
-interval contains all ratios of the means that the ratio test does not reject (Fieller's interval).
-For normal noise, the t statistic of mode - (1 +- margin) * baseline is exact at any correlation
-between mode and baseline. Without shared seeds, mprun applies Welch's test to mode and
-(1 +- margin) * baseline, which is approximate. If three seeds are compared with many, the interval
-of Welch's test is too short. If the mean of the FP32 seeds cannot be distinguished from 0,
-Fieller's interval does not exist, and mprun refuses the comparison. In simulations with
-three seeds that scatter by 20 %, mprun refuses up to {refused} of the draws.
+"Within 1 % of FP32" bounds the ratio of two means, and the FP32 mean is itself uncertain. A simpler
+test computes the margin from the FP32 mean and treats this mean as exact. The simpler test gives
+too many wrong verdicts if seeds scatter widely but runs with equal seeds end close together. In
+this case, the margin is more uncertain than the difference between mode and FP32. So mprun uses the
+ratio test, which computes mode - (1 +- margin) * baseline for each seed. The interval contains all
+ratios of the means that the ratio test does not reject (Fieller's interval). For normal noise, the
+t statistic of mode - (1 +- margin) * baseline is exact at any correlation between mode and
+baseline. Without shared seeds, mprun applies Welch's test to mode and (1 +- margin) * baseline,
+which is approximate. If three baseline seeds are compared with 10 or 20 seeds of the mode, the
+interval of Welch's test is too short. If the mean of the FP32 seeds cannot be distinguished from 0,
+Fieller's interval does not exist, and mprun refuses the comparison. In simulations with three seeds
+that scatter by 20 %, mprun refuses up to {refused} of the draws.
 
 ## How `--looks` keeps its rate
 
@@ -258,11 +258,11 @@ seeds on, a sweep gives up a mode (adds no more seeds) if a plain 5 % test would
 seeds. Giving up can only lower the error rates, because a sweep that gives up makes no
 claim. {_compared(results)}
 
-On 29 November 2026, we compared the rates of mprun with those of an independent program, which
-takes the margin as known. The figures are in tests/compare/test_error_rates.py. In the
-shares of correct verdicts, the two programs differ by at most 0.8 percentage points. In the mean
-numbers of seeds, they differ by at most 0.1, except where the independent program gives up. There
-it takes 0.2 to 0.4 seeds fewer than mprun.
+On 29 November 2026, we compared the rates of mprun with those of an independent program. That
+program assumes an exactly known margin; mprun computes the margin from the FP32 runs. The figures
+are in tests/compare/test_error_rates.py. In the shares of correct verdicts, the two programs differ
+by at most 0.8 percentage points. In the mean numbers of seeds, they differ by at most 0.1, except
+where the independent program gives up. There it takes 0.2 to 0.4 seeds fewer than mprun.
 
 If seeds scatter widely and runs with equal seeds end close together, `until=decided` keeps its
 error rates, because each look is a ratio test. Noise that is not normal changes the rates. Interim
@@ -366,9 +366,9 @@ step. The column for a growth of 0.00 % shows the rate of false alarms:
 ### Sweeps until decided, and other rules on the same draws
 
 Each entry contains the share of draws that end with the verdict in the column head, and the mean
-number of seeds used. Each column shows one true difference between mode and baseline. In tables
-that state two standard deviations, the mode is worse by the same amount for every seed, unless the
-line above says "by the same share". A test after every seed is listed for comparison only.
+number of seeds used. Each column shows one true difference between mode and baseline. In most tables
+with two standard deviations, the mode is worse by the same amount for every seed. In one of them,
+it is worse "by the same share". A test after every seed is listed for comparison only.
 
 {sweep_tables(results)}
 
@@ -391,8 +391,8 @@ def _compared(results: dict) -> str:
     saved = [max(found[rule]["seeds"] for found in at_margin) for rule in (PATIENT, UNTIL)]
     lost_words = 100 * (right(lost, PATIENT) - right(lost, UNTIL))
     return f"""Giving up costs at most {lost_words:.1f}
-percentage points of correct verdicts. Giving up costs most if runs with equal seeds differ by
-{_percent(lost["sd"])} and the true difference is {lost["true"]:g} %. If the true difference equals
+percentage points of correct verdicts. Giving up costs most if the difference between runs
+with equal seeds has a standard deviation of {_percent(lost["sd"])} and a mean of {lost["true"]:g} %. If the true difference equals
 the margin, few sweeps reach a verdict. They stop after {saved[1]:.1f} seeds on average; a sweep
 that never gives up takes {saved[0]:.1f}."""
 

@@ -16,7 +16,7 @@ from mprun.comparison.looks import hopeless, nominal_alpha, spent_alphas
 
 FIRST, MOST = 3, 10
 LOOKS = (3, 5, 10)
-SHIFTED = {"additive": "amount", "scaled": "share"}
+SHIFTED = {"additive": "amount", "scaled": "share of the baseline's loss"}
 SEED_SD = 0.01  # of the baseline; the differences of equal seeds have their own
 UNTIL = "until=decided"
 PATIENT = "until=decided, never giving up"
@@ -186,22 +186,23 @@ def sweep_tables(results: dict) -> str:
     for setting in settings:
         cells = [c for c in results["sweeps"] if (c["seed_sd"], c["sd"], c["shift"]) == setting]
         seed_sd, sd, shift = setting
-        lines += ["", f"The standard deviation over seeds is {100 * seed_sd:g} % for the losses,"]
-        lines[-1] += f" and {_percent(sd)} for the difference between two runs of a seed"
+        lines += ["", f"Over seeds, the losses have a standard deviation of {100 * seed_sd:g} % of"]
+        lines[-1] += " their mean. For the difference between mode and baseline with the same seed,"
+        lines[-1] += f" it is {_percent(sd)}"
         if seed_sd != SEED_SD:
-            lines[-1] += ". If the true difference equals the margin, every seed of the mode ends "
-            lines[-1] += f"higher than its partner by the same {SHIFTED[shift]}"
+            lines[-1] += ". If the true difference equals the margin, every seed of the mode also"
+            lines[-1] += f" ends higher by the same {SHIFTED[shift]}"
         lines[-1] += ":"
         lines += ["", *_rows(cells)]
     for sd, shared in dict.fromkeys((c["sd"], c["correlation"]) for c in results["correlated"]):
         cells = [c for c in results["correlated"] if (c["sd"], c["correlation"]) == (sd, shared)]
-        known = f"{_percent(sd)}, and mode and baseline have a correlation of {shared:g}"
-        lines += ["", f"The losses have a standard deviation over seeds of {known}:", ""]
+        known = f"{_percent(sd)} of their mean. Mode and baseline have a correlation of {shared:g}"
+        lines += ["", f"Over seeds, the losses have a standard deviation of {known}:", ""]
         lines += _rows(cells)
     for kind in NOISES:
         cells = [cell for cell in results["sweep_noise"] if cell["noise"] == kind]
-        lines += ["", f"The noise is of the kind *{kind}*, with a standard deviation over seeds"]
-        lines[-1] += " of 0.4 %:"
+        lines += ["", f"The [noise](#tables) over seeds is *{kind}*, with a standard deviation of"]
+        lines[-1] += " 0.4 % of the mean loss:"
         lines += ["", *_rows(cells)]
     return "\n".join(lines).strip()
 
