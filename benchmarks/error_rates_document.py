@@ -131,7 +131,7 @@ def document(results: dict) -> str:
     others = "\n".join(
         f'| false "matches" of a mode {BY_MARGIN}, if the [noise](#tables) is *{kind}* | '
         f"{rate[f'false_matches_{kind}']} |\n"
-        f'| false "worse" or "better" although the means are equal, if the [noise](#tables) is *{kind}* | '
+        f'| false "worse" or "better" despite equal means, if the [noise](#tables) is *{kind}* | '
         f"{rate[f'false_claims_when_equal_{kind}']} |"
         for kind in results["noises"]
         if kind != "normal"
@@ -366,9 +366,9 @@ step. The column for a growth of 0.00 % shows the rate of false alarms:
 ### Sweeps until decided, and other rules on the same draws
 
 Each entry contains the share of draws that end with the verdict in the column head, and the mean
-number of seeds used. Each column shows one true difference between mode and baseline. In most tables
-with two standard deviations, the mode is worse by the same amount for every seed. In one of them,
-it is worse "by the same share". A test after every seed is listed for comparison only.
+number of seeds used. Each column shows one true difference between mode and baseline. In tables
+with two standard deviations, the mode is worse by the same amount for every seed. The exception is
+the table below the words "by the same share". A test after every seed is only for comparison.
 
 {sweep_tables(results)}
 
@@ -390,11 +390,11 @@ def _compared(results: dict) -> str:
     at_margin = [c["rates"] for c in normal if c["true"] == 1 and c["sd"] >= 0.004]
     saved = [max(found[rule]["seeds"] for found in at_margin) for rule in (PATIENT, UNTIL)]
     lost_words = 100 * (right(lost, PATIENT) - right(lost, UNTIL))
-    return f"""Giving up costs at most {lost_words:.1f}
-percentage points of correct verdicts. Giving up costs most if the difference between runs
-with equal seeds has a standard deviation of {_percent(lost["sd"])} and a mean of {lost["true"]:g} %. If the true difference equals
-the margin, few sweeps reach a verdict. They stop after {saved[1]:.1f} seeds on average; a sweep
-that never gives up takes {saved[0]:.1f}."""
+    return f"""Giving up costs at most {lost_words:.1f} percentage points of
+correct verdicts. Giving up costs most if the difference between runs with equal seeds has a
+standard deviation of {_percent(lost["sd"])} and a mean of {lost["true"]:g} %. If the true
+difference equals the margin, few sweeps reach a verdict. They stop after {saved[1]:.1f} seeds on
+average; a sweep that never gives up takes {saved[0]:.1f}."""
 
 
 def _noise_lines(results: dict) -> str:
