@@ -92,7 +92,8 @@ _ROUNDED = {
     "rceil": "rounded up",
     "ceil": "rounded up",
     "floor": "rounded down",
-    "even": "rounded down, after the block's largest number is rounded to the format",
+    "even": "rounded down. It is computed from the block's largest number, which is first rounded "
+    "to the format",
 }
 _PARTS = {"tensor": "per tensor", "row": "per row"}
 
@@ -157,12 +158,14 @@ def _casts(products: ScaledProducts) -> str:
     if products.hadamard:
         more += ". Hadamard transform for " + _gradients(products.hadamard)
     if products.high_precision and products.high_precision == products.dequantized:
-        more += ". Only the output's product is cast; the gradients' products use decoded numbers"
+        more += ". Only the output's product is cast; the products for gradients use the numbers "
+        more += "decoded from these casts"
         return f"{formats}; one scale {part}{scale}{more}"
     if products.high_precision:
         more += f"; the product for {_gradients(products.high_precision)} is not cast"
     if products.dequantized:
-        more += f"; {_gradients(products.dequantized)} uses the decoded numbers"
+        more += f"; for {_gradients(products.dequantized)}, the input's cast of the forward pass is "
+        more += "decoded and cast again"
     return f"{formats}; one scale {part}{scale}{more}"
 
 

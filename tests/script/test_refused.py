@@ -93,7 +93,7 @@ TO_PREPARE = {
     "an FP8 mode for a model whose only linear layer is its output": [
         lambda: prepared("fp8_rowwise", nn.Sequential(nn.Conv2d(1, 1, 3)))
     ],
-    "a policy that sums gradients in another dtype": [
+    "a policy that sets `reduce_dtype`": [
         lambda: prepared(replace(get_policy(BF16), reduce_dtype=torch.bfloat16))
     ],
 }
