@@ -295,7 +295,7 @@ SAID = {
         spread(4097.0, 4099.0)
     ),
     "passes numbers that become infinite": lambda: prepared()[0](spread(1e5, 1e6)),
-    "stores averages in 16 bits that cannot decay (`betas` of 0.999 in BF16)": betas,
+    "stores averages that cannot decay in 16 bits (`betas` of 0.999 in BF16)": betas,
     "has overrides that leave no module in the mode": lambda: step(
         *prepared(overrides={"*": "fp32"})
     ),
