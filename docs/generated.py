@@ -164,7 +164,9 @@ def _casts(products: ScaledProducts) -> str:
     if products.high_precision:
         more += f"; the product for {_gradients(products.high_precision)} is not cast"
     if products.dequantized:
-        more += f"; for {_gradients(products.dequantized)}, the input's cast of the forward pass is "
+        more += (
+            f"; for {_gradients(products.dequantized)}, the input's cast of the forward pass is "
+        )
         more += "decoded and cast again"
     return f"{formats}; one scale {part}{scale}{more}"
 

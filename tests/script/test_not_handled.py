@@ -115,8 +115,8 @@ def fp32_after_the_third_call():
 
 
 @not_handled(
-    "hooks a tensor, or changes weights, in `forward` for the first time after the third call of "
-    "a compiled model"
+    "compiles the model, and only after its third call first hooks a tensor or changes weights in "
+    "`forward`"
 )
 def late_in_a_compiled_model():
     seen = []
@@ -193,7 +193,10 @@ def between_two_calls():
     assert not model(ONES).any()
 
 
-@not_handled("changes shards in any way between two calls without a backward pass in between")
+@not_handled(
+    "calls a sharded model twice without a backward pass, and changes its shards between these "
+    "calls"
+)
 def shards():
     pytest.skip("needs two processes")
 
@@ -222,7 +225,7 @@ def jit():
             torch.jit.script(model)
 
 
-@not_handled("uses `torch.autocast` for other models on a CPU, while a model is prepared in `amp`")
+@not_handled("prepares one model in `amp` on a CPU, and uses `torch.autocast` for another model")
 def other_autocast():
     def dtype():
         with torch.autocast("cpu", torch.bfloat16):
