@@ -281,9 +281,7 @@ def _baseline(family: list[SeedGroup], allow: Sequence[str]) -> SeedGroup | None
     first, second = sorted(candidates, key=lambda cell: -following[id(cell)])[:2]
     if following[id(first)] == following[id(second)]:
         asked = f"--allow {','.join(allow)}" if allow else f"baseline {first.wanted}"
-        # Keys of an arm differ only if a mode other than FP32 is the baseline.
-        shared = differences(first.shared, second.shared)
-        found = shared or differences(first.keys, second.keys)
+        found = differences(first.keys, second.keys)
         raise BadInput(
             f"{asked}: {first.first.path} and {second.first.path} could both be the baseline (they "
             f"differ in {pairs_text(found)}); choose one with --baseline PATH"
