@@ -43,7 +43,9 @@ def test_b_more_than_50_skips_in_a_row():
     assert step is None  # the steps of the skips are not known
     steps = np.array([3.0, 5.0, *range(100, 160), 200.0])
     run = made_run(0, 1.0, longest_skip_streak=60, skipped=63, skip_steps=steps)
-    assert one(run) == ("60 skipped updates in a row", 150)  # 100 is the first, 150 the 51st
+    reason, step = one(run)
+    assert reason == "60 skipped updates in a row"
+    assert step == 150 and type(step) is int  # 100 is the first, 150 the 51st
 
 
 def test_c_less_than_a_tenth_of_the_progress():

@@ -269,7 +269,7 @@ def test_constant_offset_has_no_width_and_follows_the_table():
 def test_equal_values_are_identical_though_their_mean_rounds():
     # 0.1 + 0.1 + 0.1 is not 0.3 in binary; equal values must have no variance all the same.
     runs = [0.1, 0.1, 0.1]
-    assert welch_interval(runs, runs).identical
+    assert welch_interval(runs, runs).identical and not welch_interval([2.0] * 3, runs).identical
     pairs = paired_interval([0.3, 0.1, 0.7], [0.3, 0.1, 0.7])
     assert pairs.identical
     assert (pairs.low, pairs.high) == (0.0, 0.0)

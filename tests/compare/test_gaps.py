@@ -204,6 +204,16 @@ def test_few_evaluations_leave_it_to_the_training_loss():
     assert of["amp"] == "training loss" and a_group.rows[-1].gap.unit == "%"
     lines = gap_lines(a_group.rows)
     assert lines[0] == "fp16_naive, over steps: not assessed: the verdict is 'diverged'."
+    gaps = [row.gap for row in a_group.rows]
+    a_group.relative = False  # the training loss is shown in percent all the same
+    follow_gaps(a_group)
+    for row, gap in zip(a_group.rows, gaps, strict=True):
+        assert row.gap.slope == gap.slope
+        np.testing.assert_array_equal(row.gap.band.mean, gap.band.mean)
+        row.gap = None
+    a_group.gan, a_group.metric = True, "d_loss"  # of which no loss has a gap
+    follow_gaps(a_group)
+    assert not any(row.gap for row in a_group.rows)
 
 
 def test_a_metric_in_points_keeps_its_unit_and_turns():
@@ -213,6 +223,13 @@ def test_a_metric_in_points_keeps_its_unit_and_turns():
     # Fewer points are worse: 1, 2, 3 points per 1,000 steps.
     assert gap.unit == "points" and gap.slope == pytest.approx(2.0, rel=1e-9)
     assert "grows by +2.0 points per 1,000 steps" in gap.sentence
+
+
+def test_a_perplexity_of_zero_has_no_gap_at_its_point():
+    keys = {**KEYS, "compare.metric": "perplexity"}
+    lost = [lambda step: -2.0 * (step == 100)] * 3
+    gap = followed(lost, (2.0,) * 3, keys=keys, metric="perplexity").rows[0].gap
+    assert np.isnan(gap.band.mean).nonzero()[0].tolist() == [0]
 
 
 def at_intervals(every, base_every, offset, **fields):

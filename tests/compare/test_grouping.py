@@ -110,10 +110,10 @@ def test_settings_of_the_usual_scaler_are_named_where_they_vary(tmp_path):
 
 def test_a_mode_with_an_override_is_no_baseline(tmp_path):
     write_run(tmp_path / "a", "fp32", precision={"mode": "fp32+head=fp16", "scaler": "none"})
-    write_run(tmp_path / "b", "amp")
-    groups, [line] = grouped(tmp_path)
-    assert groups == []
-    assert line == (
+    for name, rate in (("b", 0.1), ("c", 0.2)):
+        write_run(tmp_path / name, "amp", overrides={"optim.lr": rate})
+    groups, [line, _] = grouped(tmp_path)  # one for each configuration
+    assert groups == [] and line == (
         f"lstm_lm-docs_words: fp32+head=fp16, amp (2 runs, e.g. {tmp_path / 'a'}): not compared, "
         "no FP32 runs (precision=fp32, scaler=none) were given"
     )

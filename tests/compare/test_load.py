@@ -4,10 +4,11 @@ import os
 
 import pytest
 
-from mprun.comparison.load import load_runs, natural_order, run_directories
+from mprun.comparison.load import load_runs, missing_seeds, natural_order, run_directories
 from mprun.comparison.notebook import load
 from mprun.errors import BadInput, Damaged
 from mprun.record.keys import flat
+from mprun.training.next_commands import Next
 
 from ..helpers import raises_line
 from .run_folders import change_record, write_metrics, write_run
@@ -49,6 +50,7 @@ def test_a_folder_is_searched_to_any_depth_in_natural_order(tmp_path):
     (tmp_path / "a" / "empty").mkdir()
     runs, notes = load_runs([tmp_path])
     assert seeds(runs) == [("fp32", 1), ("fp32", 2), ("fp32", 10), ("amp", 0)] and notes == []
+    assert [run.scale_range for run in runs] == [None, None, None, (1.0, 1.0)]
 
 
 def test_links_are_followed_but_not_in_a_circle(tmp_path):
@@ -134,6 +136,9 @@ def test_a_run_that_has_not_recorded_yet_is_read(tmp_path):
     (folder / "metrics.jsonl").unlink()
     [run], _ = load_runs([folder])
     assert run.last_step == 0 and run.evals["step"].size == 0
+    change_record(folder, status="diverged", last_step=None)  # an end before the first step
+    (folder / "metrics.jsonl").touch()
+    assert load_runs([folder])[0][0].last_step == 0
     folder = write_run(tmp_path / "ended", seed=1)
     (folder / "metrics.jsonl").unlink()
     with raises_line(Damaged, "metrics.jsonl: is missing, although the run is recorded as done"):
@@ -176,6 +181,14 @@ def test_what_is_no_run_is_bad_input(tmp_path):
                 load_runs([*before, tmp_path / name])
 
 
+def test_a_note_names_the_first_command_of_a_shell_that_acts(tmp_path, monkeypatch):
+    lines = (("tensorboard --logdir x", False), ("run.rewind()", True), ("mprun show x", False))
+    fits = [Next("to see", line, in_script) for line, in_script in lines]
+    monkeypatch.setattr("mprun.comparison.load.commands", lambda *given: fits)
+    write_run(tmp_path / "run", status="failed")
+    assert missing_seeds(load_runs([tmp_path])[0]) == ["seed 0: failed; to see: mprun show x"]
+
+
 TRAINED = '{"split": "train", "step": 1, "updates": 1, "skipped": 0, "loss": 1.0}'
 NO_RECORDS = ('{"config": {}}', '{"config": 3, "status": "done"}')
 
@@ -216,6 +229,8 @@ def test_a_run_whose_record_is_gone_is_named(tmp_path, capsys):
     write_run(tmp_path / "b", "amp")
     (tmp_path / "b" / "config.yaml").touch()
     (tmp_path / "b" / "run.json").unlink()
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / "config.yaml").touch()  # no run had only this
     line = f"{tmp_path / 'b'}: left out, its run.json is gone"
     runs, notes = load_runs([tmp_path])
     assert [run.mode for run in runs] == ["fp32"] and notes == [line]

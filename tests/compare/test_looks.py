@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from mprun.comparison import planned_looks
+from mprun.comparison import looks, planned_looks
 from mprun.comparison.equivalence import estimate, paired_interval
 from mprun.comparison.looks import (
     DRAWS,
@@ -138,6 +138,15 @@ def test_spent_alphas_where_a_look_gets_few_paths():
     """At 3 of 400 seeds 0.003 % are spent: 13 of all paths. Here 21 crossed, those of 4 seeds."""
     alphas = spent_alphas(3, 400, seed=19)
     assert len(alphas) == 398 and min(alphas) > 0 and max(alphas) == alphas[-1] < 0.05
+
+
+def test_as_many_paths_cross_as_are_spent(monkeypatch):
+    monkeypatch.setattr(looks, "DRAWS", 1000)
+    crossed = np.zeros(1000, dtype=bool)
+    paths = p_values((3, 4, 5), 1000, np.random.default_rng(0))
+    for count, alpha, p in zip((3, 4, 5), spent_alphas.__wrapped__(3, 5), paths, strict=True):
+        crossed |= p <= alpha + 1e-6  # alphas are rounded
+        assert count == 3 or crossed.sum() == round(1000 * spent_by(count, 5))
 
 
 def test_one_look_spends_all():

@@ -130,6 +130,7 @@ def test_an_accuracy_is_held_against_the_bar_itself():
         metric="top1", higher_is_better=True, unit="points", relative=False, margin_setting=0.5
     )
     facts = facts_of(question=top1, outcome=(0.3, -90.0), **stated(0.1))
+    assert facts["level"] == facts_of(base=-2.0)["level"] == 2.0
     assert facts["bar"] == {"of": "top1", "gap": 0.3, "size": 0.5, "inside": True}
     _, second, _, test = pair_lines(facts, top1)
     assert second.endswith(
@@ -154,6 +155,7 @@ def test_the_losses_of_a_gan_are_not_compared():
 @pytest.mark.parametrize("sign", [1, -1])
 def test_the_test_at_its_boundary(sign):
     """The gap is 0.4 % to either side, the bar 1 %; 0.6 % are left for 1.645 sd."""
+    assert facts_of(**stated(-0.5))["test"] is None  # no scatter
     largest = 0.006 / float(norm.ppf(0.95))
     for sd, inside in ((largest * (1 - 1e-9), True), (largest * (1 + 1e-9), False)):
         facts = facts_of([sign * 0.008] * 4, **stated(sd))

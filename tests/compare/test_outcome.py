@@ -35,6 +35,8 @@ def test_window_of_perplexity_is_the_mean_loss():
     base.runs = [made_run(0, 2.0, 8.0, metric="perplexity")]
     (found,) = outcomes(base, base, Question(metric="perplexity", unit="perplexity", window=2))
     assert found.value == pytest.approx(4.0, rel=1e-15)  # sqrt(2 * 8), not 5
+    base.runs = [made_run(0, 1.0, metric="perplexity")]  # the least that a model can reach
+    assert outcomes(base, base, Question(metric="perplexity", unit="perplexity"))[0].value == 1.0
 
 
 def test_nan_before_the_window_is_no_outcome():
@@ -49,6 +51,7 @@ def test_foreign_logs_average_their_last_tenth():
     base = made_arm({})
     values = [float(index) for index in range(1, 41)]
     base.runs = [made_run(0, *values, foreign=True)]
+    assert base.foreign
     # A tenth of 40 is 4: the mean of 37, 38, 39, 40. The window does not matter.
     assert outcomes(base, base, Question(metric="loss"))[0].value == 38.5
     base.runs = [made_run(0, 1.0, 2.0, foreign=True)]

@@ -11,8 +11,8 @@ from mprun.cli import main
 from mprun.comparison import decision, planned
 from mprun.comparison.equivalence import paired_interval
 from mprun.comparison.findings import Arm, Question, Verdict
-from mprun.comparison.looks import spent_alphas
-from mprun.comparison.rounds import Rounds, SweptArm
+from mprun.comparison.looks import NEVER, spent_alphas
+from mprun.comparison.rounds import Rounds, SweptArm, _state
 from mprun.comparison.verdict import judge
 from mprun.errors import BadInput
 from mprun.record.seed_plan import FEWEST, MOST, MOST_BY_DEFAULT, SEED_WORDS, SeedPlan
@@ -200,6 +200,8 @@ def test_what_is_undecided_hopeless_diverged_or_lost_is_said(tmp_path):
     assert asked["amp"] == [0, 1, 2, 3, 4] and line.startswith("amp: stopped after 5: needs about ")
     asked, [line] = in_rounds(tmp_path / "3", wide, diverged=[("amp", 1)])
     assert asked["fp32"] == [0, 1, 2] and line.startswith("amp: diverged in 1 of 3 runs")
+    never = Verdict("inconclusive", "", look=5, hopeless=NEVER)
+    assert _state(never, SeedPlan(0, 3, 10), True)[1].endswith("needs over 1,000,000 seeds")
     asked, [line] = in_rounds(tmp_path / "4", wide, diverged=[("fp32", 1)])
     assert asked["amp"] == [0, 1, 2] and line.startswith("amp: invalid baseline: FP32 itself div")
     asked, [line] = in_rounds(
@@ -227,6 +229,7 @@ def test_an_equal_configuration_that_a_sweep_has_twice_is_judged_once_and_says_s
     first, again = rounds.lines()
     assert first.startswith("amp: matches after 3 of at most 5 seeds")
     assert again == "amp again: its runs repeat those of an equal configuration"
+    assert rounds.news == [first, again]
 
 
 def test_a_baseline_that_loses_its_runs_ends_the_rounds(tmp_path):

@@ -306,9 +306,12 @@ def test_a_stated_scatter_counts_for_the_recorded_metric_and_margin_alone(option
 def test_a_relative_margin_is_below_a_half(margin, allowed):
     """At a half the baseline and zero are as close to what is judged."""
     keys = {"compare.metric": "loss", "compare.margin": margin, "compare.window": 1}
-    proto = ProtoGroup("t", "", made_arm(FP32), [shifted(0.0)], keys, [])
+    base, own = made_arm(FP32, train=[3.0, 2.0]), made_arm(FP32, "amp", train=[3.0, 2.5])
+    proto = ProtoGroup("t", "", base, [own], keys, [])
     if allowed:
-        assert assess(proto).rows[0].verdict.name == "matches"
+        group = assess(proto)
+        assert group.rows[0].verdict.name == "matches" and group.keys == keys
+        assert group.rows[0].first_steps == 0.125  # between 0 and a quarter
         return
     with pytest.raises(BadInput, match="margin 0.5: is relative .* must be below 0.5"):
         assess(proto)
@@ -339,6 +342,12 @@ def test_a_relative_margin_around_zero_and_below_it():
     base = made_arm({0: 1.0, 1: -1.0, 2: 0.0})
     with raises_line(BadInput, "compare.margin=0.01: cannot be a share of the mean loss of FP32"):
         verdict_of(made_arm({0: 1.0, 1: -1.0, 2: 0.0}, mode="amp"), base)
+    # Of two seeds the mean alone tells.
+    with raises_line(BadInput, "cannot be a share of the mean loss of FP32, 0, which 2 seeds"):
+        verdict_of(made_arm({0: 1.0, 1: -1.0}, mode="amp"), made_arm({0: 1.0, 1: -1.0}))
+    assert verdict_of(made_arm({0: 1.0, 1: 1.0}, "amp"), made_arm({0: 1.0, 1: 1.0})).margin == 0.01
+    absolute, zero = {**LOSS, "relative": False}, {0: 0.0, 1: 0.0}
+    assert verdict_of(made_arm(zero, "amp"), made_arm(zero), absolute).margin == 0.01
     # 2.7 standard errors above 0; for three seeds t(0.95, 2) = 2.92 of them are needed.
     base = made_arm({0: 1.0, 1: 3.0, 2: 1.2})
     with raises_line(BadInput, "1.73, which 3 seeds cannot distinguish from 0. Pass --margin X"):
