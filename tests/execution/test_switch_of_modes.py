@@ -162,7 +162,7 @@ def test_the_record_tells_the_schedule(straight):
         (switch(0.25, "bf16_master"), "a resumed run keeps precision.switch=[{at:0.5,to:{name:"),
         (
             "train.steps=16",
-            "a resume cannot change the number of steps, of which at=0.5 of precision.switch is a share",
+            "a resume cannot change the number of steps, of which at=0.5 of precision.switch",
         ),
     ],
 )
