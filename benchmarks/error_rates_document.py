@@ -208,7 +208,7 @@ deviation over seeds is 0.4 % of their mean | \
 {rate["false_worse_until"]} |
 | sweeps with `until=decided max_seeds=10`: false "worse" or "better" of a mode equal to FP32 | \
 {rate["false_claims_when_equal_until"]} |
-| false "matches" of a mode {BY_MARGIN}, if a 5 % test follows every seed ({NONE}) | \
+| false "matches" of a mode {BY_MARGIN}, if a 5 % test follows each added seed ({NONE}) | \
 {rate["false_matches_every_seed"]} |
 | false "inside" of one pair of runs whose true gap equals the bar, if `compare.pair_sd` is the \
 true standard deviation | \

@@ -182,7 +182,7 @@ class PrecisionConfig:
     )
     reduce_dtype: str | None = one_of(
         DTYPES,
-        "Dtype in which ranks (micro-batches) sum scaled gradients; null: they sum unscaled ones",
+        "Dtype of sums of scaled gradients over ranks, micro-batches; null: unscaled, in their own",
         default=None,
     )
     reduce_divide: str = one_of(

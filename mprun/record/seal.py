@@ -57,7 +57,7 @@ def read_fields(directory: Path) -> dict[str, Any]:
     seal = fields.get("seal") if isinstance(fields, dict) else None
     if seal is not None:
         if not isinstance(seal, dict) or not isinstance(seal.get("files"), dict):
-            raise BrokenSeal(f"{path}: seal: must be the seal of a run")
+            raise BrokenSeal(f"{path}: seal: must name files and their hashes, as a run writes it")
         others = {key: value for key, value in fields.items() if key != "seal"}
         if (found := _of_fields(others)) != seal.get("fields"):
             should = f"fields of SHA-256 {str(seal.get('fields'))[:12]}..."

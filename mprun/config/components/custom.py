@@ -32,7 +32,7 @@ class CustomModelConfig(ModelConfig):
     aux_weight: float = part(0.0, AUXILIARY)
     carries_state: bool = setting(
         True,
-        "Whether a language model carries a state; without it, ranks share out whole micro-batches",
+        "Whether a language model carries a state; if not, ranks share whole micro-batches",
     )
     latent_size: int = count(100, f"With task=gan: {LATENT[0].lower()}{LATENT[1:]}")
     time_reduction: str = time_reduction()
