@@ -18,6 +18,7 @@ import ast
 import inspect
 import random
 import re
+import signal
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -222,4 +223,5 @@ def main(words: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it without a word
     sys.exit(main(sys.argv[1:]))
