@@ -80,7 +80,7 @@ def tests(setting: Setting, seconds: float) -> list[Step]:
 
 def tests_slow(setting: Setting, seconds: float) -> list[Step]:
     """Run the slow tests: torch.compile, a whole bench."""
-    files = gpu_test_files(ROOT / "tests", also="slow")
+    files = gpu_test_files(ROOT / "tests", slow=True)
     return _tests(setting, "tests_slow", files, marks="gpu and slow")
 
 
@@ -237,11 +237,11 @@ CALLS = {
 }
 
 
-def gpu_test_files(folder: Path, also: str = "gpu") -> list[str]:
-    """Find test files with a test marked gpu whose imports all exist, relative to the repository.
+def gpu_test_files(folder: Path, slow: bool = False) -> list[str]:
+    """Find test files with a quick or a slow test of a GPU, relative to the repository.
 
     Those that matter most come first. A machine without a network may lack a package that one file
-    needs; collecting that file would end the whole run. also: another mark of the same test.
+    imports: such a file is left out, because to collect it would end the whole run.
     """
     chosen = []
     for path in folder.rglob("test_*.py"):
@@ -249,7 +249,8 @@ def gpu_test_files(folder: Path, also: str = "gpu") -> list[str]:
         if "mark.gpu" not in text:
             continue
         tree = ast.parse(text)
-        is_marked = any("mark.gpu" in own and f"mark.{also}" in own for own in _marks(tree))
+        gpu = [own for own in _marks(tree) if "mark.gpu" in own]
+        is_marked = any(("mark.slow" in own) == slow for own in gpu)
         if is_marked and not _missing_imports(tree):
             chosen.append(str(path.relative_to(ROOT)))
 
@@ -262,10 +263,10 @@ def gpu_test_files(folder: Path, also: str = "gpu") -> list[str]:
 
 
 def _marks(tree: ast.Module) -> Iterator[str]:
-    """Yield the marks of each function, with those of the file, as they are written."""
+    """Yield the marks of each test, with those of the file, as they are written."""
     of_all = [ast.unparse(own) for own in tree.body if isinstance(own, ast.Assign)]
     for own in ast.walk(tree):
-        if isinstance(own, ast.FunctionDef):
+        if isinstance(own, ast.FunctionDef) and own.name.startswith("test_"):
             yield " ".join([*of_all, *map(ast.unparse, own.decorator_list)])
 
 

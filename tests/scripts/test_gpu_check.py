@@ -146,12 +146,15 @@ def test_files_whose_packages_are_missing_are_left_out(module, tmp_path, monkeyp
     (tmp_path / "test_apart.py").write_text(apart)
     both = marked.replace("@pytest.mark.gpu", "@pytest.mark.gpu\n@pytest.mark.slow")
     (tmp_path / "test_both.py").write_text(both)
-    assert parts.gpu_test_files(tmp_path, also="slow") == ["test_both.py"]
+    assert parts.gpu_test_files(tmp_path, slow=True) == ["test_both.py"]
+    assert parts.gpu_test_files(tmp_path) == ["test_apart.py", "test_one.py"]
 
 
 def test_every_file_with_a_gpu_test_is_chosen_here(module):
     """This environment has all packages that tests need."""
-    chosen = set(module("gpu_check_parts").gpu_test_files(ROOT / "tests"))
+    parts = module("gpu_check_parts")
+    chosen = {*parts.gpu_test_files(ROOT / "tests")}
+    chosen |= {*parts.gpu_test_files(ROOT / "tests", slow=True)}
     marked = {
         str(path.relative_to(ROOT))
         for path in (ROOT / "tests").rglob("test_*.py")
@@ -632,10 +635,10 @@ def test_a_dry_run_of_every_part_with_one_that_fails(module, tmp_path):
     out = tmp_path / "out"
     settings = {
         "PARTS": "first,verdicts,gpt,peers,ranks",
-        "LIMIT": "1150",
+        "LIMIT": "2300",
         "MPRUN_COMMIT": "abc123",
     }
-    done = gpu_check(out, tmp_path / "empty", timeout=1150, **settings)
+    done = gpu_check(out, tmp_path / "empty", timeout=2300, **settings)
     record = json.loads((out / "gpu_check.json").read_text())
     assert done.returncode == 1, done.stdout + done.stderr
     assert list(record["parts"]) == list(module("gpu_check_parts").PARTS)
