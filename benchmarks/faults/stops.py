@@ -86,7 +86,7 @@ def cases() -> dict[str, list[str]]:
         policy = get_policy(mode)
         if policy.fp32_math == "tf32":
             continue  # which a CPU does not have
-        network = TINY if policy.matmul is None else _GPT
+        network = _GPT if policy.matmul or policy.attention else TINY
         scaled = [*SCALED[1:]] if mode in ("fp16_master_scaled", "amp") else []  # skips at first
         found[mode] = [*network, f"precision={mode}", *scaled]
     found["dcgan amp"] = [*KILLED["dcgan amp"], "scaler.per=optimizer"]

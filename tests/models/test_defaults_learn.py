@@ -15,7 +15,7 @@ from ..helpers import configured
 from ..tables import with_extensions
 
 # Top-1 in per cent at the end, above it; chance is 10. docs/running.md has what was measured.
-CLASSIFIERS = {"resnet50": 95.0, "alexnet": 85.0, "alexnet_2012": 50.0}
+CLASSIFIERS = {"resnet50": 90.0, "alexnet": 85.0, "alexnet_2012": 50.0}
 CLASSIFIERS |= {"resnet50_preact": 90.0, "vgg16": 50.0, "googlenet": 50.0}
 CLASSIFIERS |= {"inception_v2": 85.0, "inception_v3": 50.0}
 # The final evaluation's loss over that of the first step, which comes before any update; below it.
