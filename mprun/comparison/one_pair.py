@@ -21,7 +21,7 @@ QUANTILE = NormalDist().inv_cdf(1 - ALPHA)  # 1.645
 CHOSEN_AFTER = "--pair-sd, chosen after the runs"
 _NOT_SEEN = (
     "Not seen: how other seeds would shift it; a flat gap is no evidence (intervals from within "
-    "one run held 0 in 5 to 13 % of 703 pairs of equal runs, not in 90 %)"
+    "one run held 0 in 6 to 13 % of 703 pairs of equal runs, not in 90 %)"
 )
 
 
