@@ -1,8 +1,8 @@
 """The ways a run can end other than by a bug, each with its exit code.
 
-Exit codes: 0 done, 1 a bug in mprun, 2 bad input, 3 diverged, 4 damaged data or checkpoint,
-5 resource (disk, memory, lost worker), 75 asked to stop: resume, or start again where no run had
-begun, 130 interrupted.
+Exit codes: 0 done, 1 a bug in mprun or an error in a user's code, 2 bad input, 3 diverged,
+4 damaged data or checkpoint, 5 resource (disk, memory, lost worker), 75 asked to stop: resume, or
+start again where no run had begun, 130 interrupted.
 """
 
 import os
@@ -149,8 +149,18 @@ def raised(error: BaseException) -> str:
     what = f"{type(error).__name__}: {text}" if text else type(error).__name__
     if isinstance(error, SyntaxError):
         return what if "line" in text else f"{what} (line {error.lineno})"
+    place = place_of(error)
+    return f"{what} ({place})" if place else what
+
+
+def place_of(error: BaseException) -> str | None:
+    """Return the newest line of a user's code in an exception's traceback, or None.
+
+    Example: "mynet.py, line 12".
+    """
     installed = map(sysconfig.get_path, ("stdlib", "purelib", "platlib"))
-    foreign = (*installed, str(Path(__file__).parent), "<")
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not frame.filename.startswith(foreign)]
-    return f"{what} ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else what
+    others = (*installed, str(Path(__file__).parent), "<")
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if not frame.filename.startswith(others):
+            return f"{Path(frame.filename).name}, line {frame.lineno}"
+    return None

@@ -119,7 +119,7 @@ def last_line(cell: Cell) -> str:
     log = cell.log if cell.log.exists() else cell.directory / "console.log"
     lines = printed_lines(log)
     # This line follows a traceback, whose last line says more.
-    if len(lines) > 1 and lines[-1] == "mprun: this is a bug in mprun":
+    if len(lines) > 1 and lines[-1].endswith(" a bug in mprun"):
         lines.pop()
     return lines[-1].removeprefix("mprun: ") if lines else ""
 

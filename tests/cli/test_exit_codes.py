@@ -552,3 +552,32 @@ def test_a_break_that_a_compiler_swallows_is_made_again(monkeypatch):
                 time.sleep(0.2)  # on its way out it is not broken again
     assert time.monotonic() - began < 19
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+
+LATE = """
+from torch import nn
+
+
+class Late(nn.Linear):
+    def forward(self, images):
+        self.calls = getattr(self, "calls", 0) + self.training
+        if self.calls > 4:
+            raise IndexError("past the end")
+        return super().forward(images.flatten(1))
+
+
+def network(data):
+    return Late(3 * 8 * 8, 10)
+"""
+
+
+def test_an_error_in_your_own_code_is_not_called_a_bug_in_mprun(tmp_path, monkeypatch, capsys):
+    """Of a step long after the trial at the beginning, which is refused as bad input."""
+    (tmp_path / "late.py").write_text(LATE)
+    monkeypatch.syspath_prepend(tmp_path)
+    own = ["model=custom", "model.factory=late:network", "data=synthetic_images"]
+    own += ["data.image_size=8", "data.train_size=64", "data.eval_size=16", "data.batch_size=8"]
+    assert run(tmp_path / "r", "device=cpu", "threads=1", *own, "train.steps=9") == 1
+    last = capsys.readouterr().err.splitlines()[-2:]
+    place = "raised in or below late.py, line 9: an error there, or a bug in mprun"
+    assert last == ["IndexError: past the end", f"mprun: {place}"]

@@ -239,6 +239,11 @@ def test_a_lock_on_a_moved_directory_is_none(cell, monkeypatch):
             "Traceback ...\nKeyError: 'x'\nmprun: this is a bug in mprun",
             AttemptOutcome("failed: KeyError: 'x'", 1),
         ),
+        (
+            ProcessEnd(1),
+            "KeyError: 'x'\nmprun: raised in or below a.py, line 3: an error, or a bug in mprun",
+            AttemptOutcome("failed: KeyError: 'x'", 1),
+        ),
         (ProcessEnd(7), "", AttemptOutcome("failed: exit code 7", 7)),
     ],
 )
