@@ -138,7 +138,7 @@ class Session:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
-        """Record what is not known yet, then judge the mutants."""
+        """Record what is not known yet, then judge."""
         for file in sorted((ROOT / "mprun").glob("*/*.py")):
             _import(file)
         for path in self.files:
@@ -146,7 +146,11 @@ class Session:
         gc.unfreeze()  # what is frozen is not listed
         self.loaded = planting.Loaded(ROOT)
         items = {item.nodeid: item for item in session.items}
-        covering = self._recorded(items)
+        self.judge(items, self._recorded(items))
+        return True
+
+    def judge(self, items: dict[str, pytest.Item], covering: dict) -> None:
+        """Judge the mutants that were not judged before."""
         mutants = sample(self.files, self.arguments.n, covering)
         results = self.arguments.folder / f"{self.arguments.group}.jsonl"
         lines = results.read_text().splitlines() if results.exists() else []
@@ -179,7 +183,6 @@ class Session:
         outcomes = [one["outcome"] for one in judged]
         self.counts = {one: outcomes.count(one) for one in ("killed", "timeout", "survived")}
         say(f"{self.arguments.group}: {len(outcomes)} of {len(mutants)} judged, {self.counts}")
-        return True
 
     # -- which tests execute a line
 

@@ -48,6 +48,15 @@ def test_the_total(n):
     assert total([n, 1]) == n + 1
 """
 
+BLIND = """
+from mprun.precision.one import clipped
+
+def test_it_runs():
+    clipped(1)
+
+def test_elsewhere():
+    assert 1 + 1 == 2
+"""
 
 METHODS = """
 def padded(a, b):
@@ -139,16 +148,16 @@ def test_a_change_that_cannot_be_planted_is_told(tmp_path, mutations):
 def test_what_tests_see_of_generated_mutants(tmp_path):
     for name in ("scripts", "mprun/precision", *(f"tests/{o}" for o in ("tasks", "script"))):
         (tmp_path / name).mkdir(parents=True)
-    for name in ("mutations.py", "planting.py", "generated_mutants.py"):
+    for name in ("mutations.py", "planting.py", "generated_mutants.py", "seeing_tests.py"):
         shutil.copy(SCRIPTS / name, tmp_path / "scripts")
     (tmp_path / "mprun" / "__init__.py").touch()
     (tmp_path / "mprun" / "precision" / "one.py").write_text(SOURCE)
     (tmp_path / "tests" / "precision").mkdir()
     (tmp_path / "tests" / "precision" / "test_one.py").write_text(TESTS)
 
-    def run(*words):
+    def run(*words, script="generated_mutants"):
         return subprocess.run(
-            [sys.executable, "scripts/generated_mutants.py", "precision", *words],
+            [sys.executable, f"scripts/{script}.py", "precision", *words],
             cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(tmp_path)},
             capture_output=True, text=True,
         )  # fmt: skip
@@ -170,3 +179,12 @@ def test_what_tests_see_of_generated_mutants(tmp_path):
     assert found["clipped:comparison:x > LIMIT:x <= LIMIT:1"]["by"].endswith("test_the_limit")
     assert found[":constant:3:4:1"]["outcome"] == "killed"
     assert list((tmp_path / "outputs" / "mutants").glob("tmp-*")) == []
+
+    # The other way round: which tests see no change of what they execute.
+    (tmp_path / "tests" / "precision" / "test_two.py").write_text(BLIND)
+    asked = run("-n", "3", script="seeing_tests")
+    assert asked.returncode == 1, asked.stderr
+    assert "sees: 2, sees none: 1, executes none here: 1" in asked.stderr
+    assert "sees none: tests/precision/test_two.py::test_it_runs [3 changes]" in asked.stderr
+    again = run(script="seeing_tests").stderr.splitlines()
+    assert again == asked.stderr.splitlines()[-1:]  # none is asked twice
