@@ -95,7 +95,6 @@ class Trace:
         self.forward_context, self.collector = task.forward_context, collector
         self.modules: list[str] = []
         self.paths = {id(module): path for path, _, module in named_modules(task)}
-        self._models = {type(learner.model) for learner in task.learners.values()}
         self._backward_of = ""
         self._forwarded = self._propagated = False
         self._inner, self._outer = _Mode(self._run), _Mode(self._run_outside)
@@ -155,11 +154,7 @@ class Trace:
 
     def _enter(self, module: nn.Module, inputs: tuple) -> None:
         if self._is_outside(module):
-            if type(module) not in self._models:
-                return
-            # The model's copy that an evaluation uses has the same names.
-            for name, inside in module.named_modules():
-                self.paths.setdefault(id(inside), name)
+            return
         if self.collector.marks:
             self._mark(inputs, self.modules[-1] if self.modules else "")
         self.collector.enter(module, inputs)

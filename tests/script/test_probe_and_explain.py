@@ -45,6 +45,18 @@ def test_a_criterion_that_is_a_module_is_a_part_of_the_loss():
     assert found.keys() == expected.keys()
 
 
+def test_a_teacher_of_the_model_s_own_class_is_no_copy_of_it():
+    inputs, teacher = torch.ones(2, 4), nn.Linear(4, 3)
+    model, optimizer = prepared("fp32", nn.Linear(4, 3))
+
+    def operations_of(taught):
+        step = stepping(optimizer, lambda: F.mse_loss(model(inputs), taught(inputs).detach()))
+        return mprun.probe(step, optimizer).learners["model"].operations
+
+    expected = operations_of(partial(F.linear, weight=teacher.weight, bias=teacher.bias))
+    assert operations_of(teacher).keys() == expected.keys()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["fp32", "fp16_master_scaled", "amp", "bf16_naive", "bf16_kahan"])
 def test_a_probe_is_equal_to_that_of_a_run(mode, build_run):
