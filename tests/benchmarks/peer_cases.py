@@ -7,7 +7,7 @@ from benchmarks.suite import contenders as registry
 from mprun.config.compose import compose_config
 from mprun.extensions.bench.cases import Case
 from mprun.extensions.bench.runner import RotatingSource, rotating_batches
-from mprun.precision import pin_math_flags
+from mprun.precision import get_policy, pin_math_flags, why_no_lstm
 
 # Momentum, weight decay and BatchNorm: what SGD can get wrong.
 NETWORK = """
@@ -100,6 +100,8 @@ def forget_accelerate():
 def own_losses(build_run, kind, mode, *overrides, steps, device="cpu"):
     """(losses of mprun's own task on the same rotating batches, the run)."""
     native = ["cpu_half=native"] if device == "cpu" else []
+    if kind == "language_model" and (why := why_no_lstm(get_policy(mode), torch.device(device))):
+        pytest.skip(why)
     every = [*MODELS[kind], f"precision={mode}", *native, *overrides]
     assert compose_config(every).config.precision.name == mode
     built = build_run(*every, device=device)

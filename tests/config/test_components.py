@@ -99,7 +99,10 @@ def test_an_installed_package_adds_an_optimizer_a_scaler_and_a_mode(command, tmp
             "optim.momentum=0.9: nadam has no such setting; optim=sgd or optim=rmsprop or "
             "optim=rmsprop_tensorflow or optim=muon has it",
         ),
-        ("optim.eps=null", "optim.eps=null: nadam needs a number >= 0 (added to the denominator)"),
+        (
+            "optim.eps=null",
+            "optim.eps=null: nadam needs a number >= 0 (number added to the denominator)",
+        ),
         (
             "scaler.exponent=99",
             "scaler.exponent=99: must be >= 0 and <= 24 (log2 of the loss scale)",
