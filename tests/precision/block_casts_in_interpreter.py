@@ -53,8 +53,7 @@ def forms():
         for name, of in (("input", "output"), ("weight", "output"), ("grad_output", "grad_input")):
             own = get_policy(mode).matmul.operand(name, of, "a")
             for block in (own.block, own.block[::-1]):
-                how = own.scale, own.scale_rounding, own.stream
-                found[own.element.name, *block, *how] = None
+                found[own.element.name, *block, own.scale, own.scale_rounding, own.stream] = None
     for element, scale in product(ELEMENTS, ("fp32", "pow2", "none", "e4m3")):
         found[element, 4, 8, scale, "", stream_of("b") if scale == "pow2" else 0] = None
     for element, rounding in product(ELEMENTS, SCALE_ROUNDINGS):

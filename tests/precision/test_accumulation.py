@@ -19,8 +19,7 @@ from .weights import OneWeight
 
 
 def batch():
-    generator = torch.Generator().manual_seed(1)
-    return torch.randn(24, 6, generator=generator), torch.arange(24) % 3
+    return torch.randn(24, 6, generator=torch.Generator().manual_seed(1)), torch.arange(24) % 3
 
 
 @pytest.mark.parametrize(
@@ -106,9 +105,8 @@ def test_the_loss_is_scaled_in_fp32():
 
 
 def test_logmax_sees_the_largest_gradient_of_a_micro_batch_not_of_their_sum():
-    learner = mixed(
-        OneWeight(), "fp16_master_scaled", scale=LogMaxLossScale(LogMaxRule(2.0**4)), parts=3
-    )
+    scale = LogMaxLossScale(LogMaxRule(2.0**4))
+    learner = mixed(OneWeight(), "fp16_master_scaled", scale=scale, parts=3)
     for gradient in (0.5, -0.75, 0.5):
         learner.network(gradient).backward()
         learner.end_part()

@@ -116,10 +116,8 @@ def test_a_recurrent_layer_that_is_emulated_whole_counts_once_each_way():
 )
 def test_another_dtype_inside_of_the_model_is_refused(mode, inside):
     model = nn.Sequential(nn.Linear(4, 4), Half(inside))
-    name = {F16: "fp16", BF16: "bf16"}[inside]
-    with raises_line(
-        Contradiction, f"precision={mode}: ", f" computes in {name}, must compute in "
-    ):
+    says = f" computes in {'fp16' if inside is F16 else 'bf16'}, must compute in "
+    with raises_line(Contradiction, f"precision={mode}: ", says):
         stepped(model, mode, torch.randn(2, 4))
 
 
@@ -128,10 +126,9 @@ def test_decoded_numbers_of_a_product_of_casts_may_be_of_another_dtype():
     policy = dataclasses.replace(get_policy("fp16_master"), matmul=get_policy("nvfp4").matmul)
     audit = Audit(ForwardContext(policy, torch.device("cpu")))
     x, one = torch.ones(16, 16, device="meta", dtype=torch.bfloat16), torch.ones((), device="meta")
+    form = torch.float16, True, 0, 36.0, "e2m1 x e2m1", torch.bfloat16
     with audit.watching():
-        torch.ops.mprun.scaled_mm(
-            x, x, one, one, one, one, torch.float16, True, 0, 36.0, "e2m1 x e2m1", torch.bfloat16
-        )
+        torch.ops.mprun.scaled_mm(x, x, one, one, one, one, *form)
     assert audit.products == {("forward", "e2m1"): 1}
 
 
@@ -173,13 +170,12 @@ def test_fp32_inside_of_a_mode_is_counted_and_allowed():
 @pytest.mark.parametrize("mode", ["fp32", "tf32", "fp16_master"])
 def test_tensor_float_32_that_is_switched_later_is_refused_on_a_gpu(mode):
     """By the switches alone, which are there without a GPU too."""
-    wanted = get_policy(mode).fp32_math
+    policy = get_policy(mode)
+    wanted = policy.fp32_math
     other = {"ieee": "tf32", "tf32": "ieee"}[wanted]
     pin_math_flags(wanted)
     try:
-        audit, of_cpu = (
-            Audit(ForwardContext(get_policy(mode), device, native=True)) for device in (CUDA, CPU)
-        )
+        audit, of_cpu = (Audit(ForwardContext(policy, own, native=True)) for own in (CUDA, CPU))
         with audit.watching(step=True):
             pass
         torch.backends.cudnn.conv.fp32_precision = other
@@ -237,8 +233,7 @@ def test_a_mode_that_did_not_happen_is_refused():
 
 def test_a_mode_is_asked_for_where_nothing_is_emulated_too():
     """On CUDA, and a CPU's own kernels: no count of the emulation tells."""
-    policy = get_policy("amp_bf16")
-    forward_context = ForwardContext(policy, CPU, native=True)
+    forward_context = ForwardContext(get_policy("amp_bf16"), CPU, native=True)
     audit, model = Audit(forward_context), nn.Linear(4, 4)
     with audit.watching(step=True), forward_context:
         model(torch.randn(2, 4))  # without the autocast of the mode

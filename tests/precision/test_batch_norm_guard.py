@@ -30,9 +30,8 @@ def test_the_guarded_network_computes_what_it_did():
     assert model[1].num_batches_tracked == 3
     assert model.state_dict().keys() == reference.state_dict().keys()
     # The buffers are one block of memory per dtype.
-    assert model[1].running_mean.untyped_storage().data_ptr() == (
-        model[3].running_var.untyped_storage().data_ptr()
-    )
+    blocks = [own.untyped_storage() for own in (model[1].running_mean, model[3].running_var)]
+    assert blocks[0].data_ptr() == blocks[1].data_ptr()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

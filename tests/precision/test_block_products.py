@@ -105,8 +105,7 @@ def stand_in(a, b, scale_a, recipe_a, scale_b, recipe_b, swizzle_a, swizzle_b, o
         rows, columns = codes.size(0), codes.size(1) // length
         assert scale.numel() == -(-rows // 128) * 128 * -(-columns // 4) * 4
         place = torch.tensor([[at(i, j, columns) for j in range(columns)] for i in range(rows)])
-        factor = scale.float()[place].double().repeat_interleave(length, 1)
-        wide.append(codes.double() * factor)
+        wide.append(codes.double() * scale.float()[place].double().repeat_interleave(length, 1))
     return (wide[0] @ wide[1].t() * tensors).to(output_dtype)
 
 
@@ -139,14 +138,16 @@ def test_any_size_is_multiplied(sizes, products, monkeypatch):
         a, b = cast(left, pair[0]), cast(right.t(), pair[1]).T
         expected = product(a, b, torch.float32)
         codes = a.values, b.values, a.spread, b.spread
-        tops = a.operand.largest * b.operand.largest
-        form = torch.float32, False, 0, tops, "e2m1 x e2m1", None
+        form = torch.float32, False, 0, a.operand.largest * b.operand.largest, "e2m1 x e2m1", None
         tensors = Product(*codes, a.whole, b.whole, *form).tensors
         found = multiplied_in_blocks(*codes, torch.float32, tensors)
         assert found.is_contiguous()
         magnitudes = (own._replace(values=own.values.float().abs().to(E4M3)) for own in (a, b))
         total = product(*magnitudes, torch.float32)
         assert ((found - expected).abs() <= k * 2.0**-23 * total).all()
+
+
+ALONE = "BF16 (codes in blocks are multiplied in MXFP8 of E4M3, MXFP4 and NVFP4 alone)"
 
 
 @pytest.mark.parametrize(
@@ -156,16 +157,8 @@ def test_any_size_is_multiplied(sizes, products, monkeypatch):
         (MXFP8, (12, 0), "BF16 (compute capability 12.0 is not known"),
         (MXFP8, (10, 0), "codes, by the GPU"),
         (MXFP8, (10, 3), "codes, by the GPU"),
-        (
-            HYBRID,
-            (10, 3),
-            "BF16 (codes in blocks are multiplied in MXFP8 of E4M3, MXFP4 and NVFP4 alone)",
-        ),
-        (
-            get_policy("fp8_block").matmul,
-            (10, 0),
-            "BF16 (codes in blocks are multiplied in MXFP8 of E4M3,",
-        ),
+        (HYBRID, (10, 3), ALONE),
+        (get_policy("fp8_block").matmul, (10, 0), ALONE),
         (MXFP4, (10, 0), "codes, by the GPU"),
         (NVFP4, (9, 0), "BF16 (compute capability 9.0 is not known to multiply codes in blocks)"),
         (NVFP4, (10, 3), "codes, by the GPU"),

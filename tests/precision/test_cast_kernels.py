@@ -12,13 +12,12 @@ from mprun.precision.scaled_products import ScaledProducts, product, unobserved_
 
 from ..helpers import printed_by
 
-BLOCKS = Path(__file__).with_name("block_casts_in_interpreter.py")
 pytestmark = pytest.mark.skipif(not find_spec("triton"), reason="needs Triton")
 
 
 @pytest.mark.slow
 def test_bits_in_the_interpreter():
-    found = printed_by(BLOCKS)
+    found = printed_by(Path(__file__).with_name("block_casts_in_interpreter.py"))
     assert found["compared"] > 4_000_000 and found["laid out"] > 2_000_000
     assert found["different"] == []
 
@@ -32,7 +31,6 @@ FORMS = {
     "fp8_block": ((128, 128), "pow2", False, "bf16"),
     "in FP32": ((1, 128), "fp32", False, "fp32"),
 }
-TARGETS = (80, 86, 89, 90, 100, 120)
 
 
 def compiled(form, held, capability):
@@ -69,7 +67,7 @@ def ptx_of(kernel, constants, kinds, aligned, capability, options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("capability", TARGETS)
+@pytest.mark.parametrize("capability", (80, 86, 89, 90, 100, 120))
 @pytest.mark.parametrize("name", FORMS)
 def test_compiled_ahead_of_time(capability, name, tmp_path, monkeypatch):
     """Nothing is contracted or approximate, and rows are read by 16 bytes."""

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from mprun.errors import BadInput
 from mprun.models.classifiers import LocalResponseNorm
 from mprun.models.lstm import LSTMLanguageModel
 from mprun.precision import get_policy
@@ -134,8 +135,7 @@ def test_statistics_follow_the_norm_layer_and_counters_stay_integers():
 
     for mode, dtype in (("fp16_naive", F16), ("fp16_master", F32), ("amp", F32)):
         run(Net(norm := Seen(4)), mode)
-        assert norm.dtypes == (dtype, torch.int64)
-        assert norm.running_var.dtype == dtype
+        assert norm.dtypes == (dtype, torch.int64) and norm.running_var.dtype == dtype
 
 
 @pytest.mark.parametrize("mode", OF_ANY_NETWORK)
@@ -157,8 +157,7 @@ def test_local_response_norm_counts_as_a_norm_layer(mode):
 @SOME
 def test_an_lstm_kept_in_fp32(mode):
     model = LSTMLanguageModel(16, 8, 8, 2)
-    learner = mixed(model, mode, overrides={"lstm": F32})
-    state = None
+    learner, state = mixed(model, mode, overrides={"lstm": F32}), None
     for _ in range(2):
         logits, state = learner.network(torch.randint(16, (5, 3)), state)
         state = tuple(part.detach() for part in state)
@@ -169,6 +168,16 @@ def test_an_lstm_kept_in_fp32(mode):
     assert logits.dtype == F32 and torch.equal(logits, logits.half().float())
     assert {part.dtype for part in state} == {F32}
     assert not any("lstm" in name for name in learner.prepared.forward_context.rerouted())
+
+
+SAMPLED = ["model=lstm_lm", "model.hidden_size=16", "model.embedding_size=16"]
+SAMPLED += ["model.sampled_softmax=64", "optim=adagrad", "optim.lr=0.1"]
+
+
+def test_an_override_without_effect_is_refused(build_run):
+    message = "precision.overrides.softmax=fp16: the module computes in FP32"
+    with pytest.raises(BadInput, match=message):
+        build_run(*SAMPLED, "precision=fp16_master", "precision.overrides.softmax=fp16")
 
 
 def test_an_unknown_pattern_names_modules_that_exist():
@@ -182,8 +191,7 @@ def test_an_unknown_pattern_names_modules_that_exist():
 def test_an_override_of_another_16_bit_dtype(mode, follows):
     """A norm layer follows that of what is around it, if its own dtype has 16 bits."""
     model = Net()
-    own = mixed(model, mode, overrides={"block": torch.bfloat16})
-    own.network(torch.randn(3, 4))
+    mixed(model, mode, overrides={"block": torch.bfloat16}).network(torch.randn(3, 4))
     # Probes see what the block computes, and after the norm layer what it makes of that.
     assert {probe.seen for probe in (model.block.between, model.block.after)} == {torch.bfloat16}
     assert (model.block.norm.weight.dtype is torch.bfloat16) == follows
@@ -221,8 +229,7 @@ def test_in_fp32_buffers_and_recurrent_layers_are_what_they_were():
     inputs, weights = torch.randn(3, 2, 4), [w.detach().clone() for w in model.parameters()]
     with torch.no_grad():
         expected = model.eval()(inputs)
-    network = mixed(model.train(), "fp16_naive").network
-    network(inputs)
+    mixed(model.train(), "fp16_naive").network(inputs)
     in_mode = list(model.rnn._flat_weights)
     assert {weight.dtype for weight in in_mode} == {F16}
     with in_fp32(model), torch.no_grad():

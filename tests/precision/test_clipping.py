@@ -33,8 +33,7 @@ def one_step(mode, scale, clip_norm=CLIP, measure=False):
     learner = mixed(network(), mode, scale=scale, clip=clip_norm and OfParameters(clip_norm))
     before = [updated.detach().clone() for updated in learner.updated]
     update = helpers.one_step(learner, batch(), mean_square, measure)
-    steps = [b - a.detach() for b, a in zip(before, learner.updated, strict=True)]
-    return update.grad_norm, steps
+    return update.grad_norm, [b - a.detach() for b, a in zip(before, learner.updated, strict=True)]
 
 
 def by_torch():
@@ -121,8 +120,7 @@ def test_the_norm_of_fp16_gradients_does_not_overflow():
 @pytest.mark.parametrize("measure", [True, False])
 @pytest.mark.parametrize("value", [float("inf"), float("nan"), 1e20, 1e18])
 def test_a_gradient_that_is_not_finite_skips_the_step(value, measure, clipped, clip_norm):
-    model = network()
-    clip = clip_norm and OfParameters(clip_norm, clipped)
+    model, clip = network(), clip_norm and OfParameters(clip_norm, clipped)
     learner = mixed(model, "fp32", scale=StaticLossScale(1.0), clip=clip)
     mean_square(learner.network(batch())).backward()
     learner.updated[-1].grad.view(-1)[0] = value

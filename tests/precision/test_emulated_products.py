@@ -90,8 +90,7 @@ def test_dot_is_one_rounding_of_the_float64_value(dtype):
 
 @pytest.mark.parametrize("dtype", HALVES)
 def test_attention(dtype):
-    shapes = [(2, 4, 50, 16)] * 3
-    pairs, emulation = run_both(F.scaled_dot_product_attention, shapes, dtype)
+    pairs, emulation = run_both(F.scaled_dot_product_attention, [(2, 4, 50, 16)] * 3, dtype)
     assert {phase for _, phase in emulation.rerouted} == {"forward", "backward"}
     for value, expected in pairs:
         # Four: the gradient also uses the stored, once rounded output.
@@ -193,8 +192,7 @@ def test_in_place_product_takes_part_in_autograd():
     a, b = operands([(4, 5), (5, 6)], torch.float16)
     with HalfEmulation():
         (torch.zeros(4, 6, dtype=torch.float16).addmm_(a, b)).sum().backward()
-    expected = b.detach().double().sum(1).expand(4, 5)
-    assert_within(2, a.grad, expected)
+    assert_within(2, a.grad, b.detach().double().sum(1).expand(4, 5))
 
 
 def test_products_of_mixed_dtypes_still_raise():

@@ -149,8 +149,7 @@ def test_dropout_between_layers():
         expected, _ = second(torch.zeros(5, 3, 16, dtype=torch.float16))
     assert torch.equal(y, expected)
     # Half dropped: survivors are doubled, exactly, so two draws differ and the mean stays.
-    wide = nn.LSTM(8, 16, 2, dropout=0.5).half()
-    x = torch.randn(5, 3, 8).half()
+    wide, x = nn.LSTM(8, 16, 2, dropout=0.5).half(), torch.randn(5, 3, 8).half()
     with HalfEmulation():
         assert not torch.equal(wide(x)[0], wide(x)[0])
 
@@ -181,8 +180,7 @@ def test_a_gradient_is_the_same_if_nothing_else_gets_one(kind):
 
 
 def test_weights_shared_by_two_calls_add_their_gradients():
-    rnn = nn.LSTM(8, 16).half()
-    x = torch.randn(5, 3, 8).half()
+    rnn, x = nn.LSTM(8, 16).half(), torch.randn(5, 3, 8).half()
     single = []
     with HalfEmulation():
         for part in (x, 2 * x):
@@ -195,8 +193,7 @@ def test_weights_shared_by_two_calls_add_their_gradients():
 
 
 def test_unbatched_input():
-    rnn = nn.LSTM(8, 16).half()
-    x = torch.randn(5, 8).half()
+    rnn, x = nn.LSTM(8, 16).half(), torch.randn(5, 8).half()
     with HalfEmulation():
         y, (h, _) = rnn(x)
         batched, _ = rnn(x[:, None])
@@ -205,8 +202,7 @@ def test_unbatched_input():
 
 
 def test_second_derivative_raises():
-    rnn = nn.LSTM(8, 16).half()
-    x = torch.randn(5, 2, 8).half().requires_grad_()
+    rnn, x = nn.LSTM(8, 16).half(), torch.randn(5, 2, 8).half().requires_grad_()
     with HalfEmulation():
         y, _ = rnn(x)
         with pytest.raises(RuntimeError, match="second derivative"):
@@ -214,8 +210,7 @@ def test_second_derivative_raises():
 
 
 def test_packed_sequence_takes_the_stepwise_path():
-    rnn = nn.LSTM(8, 16).half()
-    x = torch.randn(6, 3, 8).half()
+    rnn, x = nn.LSTM(8, 16).half(), torch.randn(6, 3, 8).half()
     packed = nn.utils.rnn.pack_padded_sequence(x, torch.tensor([6, 4, 2]))
     with HalfEmulation() as emulation:
         y, lengths = nn.utils.rnn.pad_packed_sequence(rnn(packed)[0])
@@ -291,8 +286,7 @@ def test_a_layer_that_is_computed_again_in_backward_is_emulated_there_too(kind, 
     """torch.utils.checkpoint in both of its forms, and a layer as a prepared model has it."""
     rnn = own_recurrent(kind(8, 8))
     rnn = rnn if autocast else rnn.half()
-    x = torch.randn(3, 2, 8).to(rnn.weight_ih_l0.dtype)
-    gradients = []
+    x, gradients = torch.randn(3, 2, 8).to(rnn.weight_ih_l0.dtype), []
     for how in ({}, {"use_reentrant": True}, {"use_reentrant": False}):
         rnn.zero_grad()
         own = x.clone().requires_grad_()
@@ -302,7 +296,6 @@ def test_a_layer_that_is_computed_again_in_backward_is_emulated_there_too(kind, 
             y.float().sum().backward()
         gradients.append([own.grad, *(p.grad.clone() for p in rnn.parameters())])
         name = {nn.LSTM: "lstm", nn.GRU: "gru", nn.RNN: "rnn"}[kind]
-        twice = 2 if how else 1
-        assert emulation.rerouted == {(name, "forward"): twice, (name, "backward"): 1}
+        assert emulation.rerouted == {(name, "forward"): (2 if how else 1), (name, "backward"): 1}
     for again in gradients[1:]:
         assert all(torch.equal(a, b) for a, b in zip(again, gradients[0], strict=True))

@@ -8,24 +8,19 @@ import torchvision
 from torch import nn
 from torch.nn import functional as F
 from torch.overrides import _get_current_function_mode_stack
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import checkpoint
 
 from mprun.precision import ForwardContext, get_policy
 from mprun.precision.emulation import HalfEmulation, Losses
 
 from .emulated import assert_within, relative
+from .operations import Operations
 
 
 def conv_net():
-    return nn.Sequential(
-        nn.Conv2d(3, 8, 3),
-        nn.BatchNorm2d(8),
-        nn.ReLU(),
-        nn.ConvTranspose2d(8, 4, 4, 2),
-        nn.Flatten(),
-        nn.Linear(4 * 14 * 14, 5),
-    )
+    convolutions = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.ConvTranspose2d(8, 4, 4, 2)
+    return nn.Sequential(*convolutions, nn.Flatten(), nn.Linear(4 * 14 * 14, 5))
 
 
 class EmbeddingLstm(nn.Module):
@@ -133,8 +128,7 @@ def test_exceptions_nesting_and_many_entries_leave_no_trace():
 
 
 def test_inference_before_training_does_not_spoil_the_working_memory():
-    model = nn.Linear(300, 300).half()
-    x = torch.randn(300, 300).half()
+    model, x = nn.Linear(300, 300).half(), torch.randn(300, 300).half()
     emulation = HalfEmulation()
     with torch.inference_mode(), emulation:
         first = model(x)
@@ -142,15 +136,13 @@ def test_inference_before_training_does_not_spoil_the_working_memory():
         out = model(x)
         out.sum().backward()
     assert torch.equal(first, out)
-    expected = x.double().sum(0).expand(300, 300)
-    assert_within(2, model.weight.grad, expected)
+    assert_within(2, model.weight.grad, x.double().sum(0).expand(300, 300))
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointed_segment_gives_the_same_gradients(reentrant):
     model = nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 64)).half()
-    x = torch.randn(32, 64).half()
-    grads = []
+    x, grads = torch.randn(32, 64).half(), []
     for run in (model, lambda v: checkpoint(model, v, use_reentrant=reentrant)):
         model.zero_grad()
         inputs = x.clone().requires_grad_()
@@ -158,20 +150,7 @@ def test_checkpointed_segment_gives_the_same_gradients(reentrant):
             run(inputs).float().sum().backward()
         assert emulation.rerouted["mm", "backward"] == 4
         grads.append([inputs.grad, *(p.grad for p in model.parameters())])
-    for plain, recomputed in zip(*grads, strict=True):
-        assert torch.equal(plain, recomputed)
-
-
-class Seen(TorchDispatchMode):
-    """Counts the operations that reach it."""
-
-    def __init__(self):
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += 1
-        return func(*args, **(kwargs or {}))
+    assert all(map(torch.equal, *grads))
 
 
 class CheckpointedLstm(EmbeddingLstm):
@@ -181,8 +160,7 @@ class CheckpointedLstm(EmbeddingLstm):
 
     def forward(self, tokens):
         states = self.embedding(tokens)
-        loss = checkpoint(self.rest, states, tokens, use_reentrant=self.reentrant)
-        return loss.float()
+        return checkpoint(self.rest, states, tokens, use_reentrant=self.reentrant).float()
 
     def rest(self, states, tokens):
         logits = self.decoder(self.lstm(states)[0])
@@ -194,14 +172,14 @@ class CheckpointedLstm(EmbeddingLstm):
 def test_a_context_entered_within_itself_changes_nothing(mode, reentrant, monkeypatch):
     """Around forward, then by the engine for a plain backward(), it gives the bits, the counts and
     the operations of one around all of it, of which each part enters it again."""
-    torch.manual_seed(0)
     plain, tokens = CheckpointedLstm(), torch.randint(0, 13, (5, 2))
     plain.reentrant = reentrant
     policy, found, run = get_policy(mode), [], torch.autograd._engine_run_backward
     one = torch.tensor(1.0)  # which backward() would make outside of the engine
     plain.to(policy.param_dtype)
     for nested in (False, True):
-        model, context, seen = copy.deepcopy(plain), ForwardContext(policy, tokens.device), Seen()
+        model, seen = copy.deepcopy(plain), Operations()
+        context = ForwardContext(policy, tokens.device)
         context.emulations[0].functions.loss_dtype = torch.float32
         context.watchers.append(seen)
 
@@ -217,20 +195,18 @@ def test_a_context_entered_within_itself_changes_nothing(mode, reentrant, monkey
             with context, context.autocast():
                 loss = model(tokens)
             loss.backward(one)
-        found.append(([p.grad for p in model.parameters()], context.rerouted(), seen.count))
+        found.append(([p.grad for p in model.parameters()], context.rerouted(), len(seen.ran)))
     (gradients, *counts), (gradients_nested, *counts_nested) = found
     assert counts == counts_nested
     # Computed again in backward it is another forward pass of the layer.
     assert counts[0]["forward lstm"] == 2 and counts[0]["backward lstm"] == 1
-    for gradient, other in zip(gradients, gradients_nested, strict=True):
-        assert torch.equal(gradient, other)
+    assert all(map(torch.equal, gradients, gradients_nested))
     assert not _get_current_dispatch_mode_stack() and not _get_current_function_mode_stack()
 
 
 def stored_bytes(model, x):
     """Bytes of distinct storages of activation memory, those of parameters left out."""
-    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    kept = {}
+    own, kept = {p.untyped_storage().data_ptr() for p in model.parameters()}, {}
 
     def pack(t):
         kept[t.untyped_storage().data_ptr()] = t
@@ -238,8 +214,7 @@ def stored_bytes(model, x):
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         out = model(x)
-    total = sum(t.untyped_storage().nbytes() for ptr, t in kept.items() if ptr not in own)
-    return total, out
+    return sum(t.untyped_storage().nbytes() for ptr, t in kept.items() if ptr not in own), out
 
 
 def test_a_resnet_stores_half_the_activations():

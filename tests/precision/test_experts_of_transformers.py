@@ -34,9 +34,8 @@ class Apart(nn.Module):
 
     def forward(self, x, chosen, weights):
         found = torch.zeros_like(x)
-        for number, (first, second) in enumerate(
-            zip(self.gate_up_proj, self.down_proj, strict=True)
-        ):
+        pairs = zip(self.gate_up_proj, self.down_proj, strict=True)
+        for number, (first, second) in enumerate(pairs):
             place, token = torch.where(chosen.T == number)
             if len(token):
                 inner = first(x[token])
@@ -69,9 +68,8 @@ def of_transformers():
         sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "head_dim": 8}
         sizes |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
         sizes |= {"num_experts_per_tok": 2, "max_position_embeddings": 64, "use_cache": False}
-        config = getattr(transformers, f"{name}Config")(
-            **sizes | TRANSFORMERS[name], experts_implementation=how
-        )
+        sizes |= TRANSFORMERS[name] | {"experts_implementation": how}
+        config = getattr(transformers, f"{name}Config")(**sizes)
         model = getattr(transformers, f"{name}ForCausalLM")(config).float().train()
         for own in model.parameters():
             nn.init.normal_(own, std=0.1)

@@ -59,6 +59,5 @@ def test_attention_counts_the_pairs_of_its_mask(heads, queries, keys, size, caus
 
 def test_each_weight_of_a_recurrent_layer_meets_each_time_step_once():
     lstm, x = nn.LSTM(3, 4), torch.ones(5, 2, 3)  # four gates, of 4 x 3 and 4 x 4 weights
-    packed = nn.utils.rnn.pack_padded_sequence(x, [5, 3])
-    for inputs, positions in ((x, 10), (packed, 8)):
+    for inputs, positions in ((x, 10), (nn.utils.rnn.pack_padded_sequence(x, [5, 3]), 8)):
         assert recurrent_flops(lstm, inputs) == 2 * positions * 4 * (4 * 3 + 4 * 4)

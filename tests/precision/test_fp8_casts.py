@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from mprun.precision import get_policy
 from mprun.precision.block_formats import cast_blocks, filled, turn
 from mprun.precision.fp8_casts import CompiledCast, Form, by_operations
 from mprun.precision.scaled_operators import multiplied_on_cuda
 
+from .operations import Operations
 from .test_scaled_products import skip_without_rows
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*TRITON_DEFAULT_FP_FUSION")
@@ -89,32 +89,18 @@ def test_where_nothing_compiles_operations_cast_and_one_warning_says_so(monkeypa
         assert differences(parts, by_operations(matrix, form)) == 0
 
 
-class Copies(TorchDispatchMode):
-    """The operations that copy."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func.overloadpacket.__name__
-        self.seen += [name] if name in ("constant_pad_nd", "clone", "copy_", "cat") else []
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("by_row", [False, True])
 def test_nothing_is_padded_by_nothing(by_row):
     """cuBLAS takes multiples of 16; torch's kernel for a CPU stands in for it."""
     skip_without_rows(by_row)
     a, b = (torch.ones(32, 48).to(torch.float8_e4m3fn) for _ in range(2))
     factors = (torch.ones(32, 1), torch.ones(1, 32)) if by_row else (torch.ones(()),) * 2
-    with Copies() as copies:
-        multiplied_on_cuda(
-            a, b.t(), *factors, None, None, torch.bfloat16, True, 0, 0.0, "e4m3 x e4m3", None
-        )
+    form = None, None, torch.bfloat16, True, 0, 0.0, "e4m3 x e4m3", None
+    with Operations() as seen:
+        multiplied_on_cuda(a, b.t(), *factors, *form)
         turn(torch.ones(32, 32), -1)
         turn(torch.ones(32, 32), 0)
         matrix = torch.ones(3, 3)
         assert filled(matrix, 0, 0) is matrix
-    assert copies.seen == []
+    assert not {"constant_pad_nd", "clone", "copy_", "cat"} & {*seen.names}
     assert filled(matrix, 1, 2, 7.0).tolist()[-1] == [7.0] * 5

@@ -40,11 +40,9 @@ def test_static_never_moves_and_collapses_on_its_fixed_value():
 
 
 def test_growth_comes_on_exactly_the_nth_clean_step():
-    clean, other = (
-        DynamicLossScale(DynamicRule(init_scale=8, growth_interval=3)) for _ in range(2)
-    )
-    assert trace(clean, "......") == [8, 8, 16, 16, 16, 32]
-    assert trace(other, "..o..o...") == [8, 8, 4, 4, 4, 2, 2, 2, 4]
+    rule = DynamicRule(init_scale=8, growth_interval=3)
+    assert trace(DynamicLossScale(rule), "......") == [8, 8, 16, 16, 16, 32]
+    assert trace(DynamicLossScale(rule), "..o..o...") == [8, 8, 4, 4, 4, 2, 2, 2, 4]
 
 
 def test_megatron_overflows_far_apart_add_up():
@@ -56,9 +54,8 @@ def test_megatron_overflows_far_apart_add_up():
 
 def test_deepspeed_credit_refills_on_growth_or_on_every_clean_step():
     def new(refill):
-        return published_scale(
-            "deepspeed", init_scale=8.0, growth_interval=3, refill_on_clean_step=refill
-        )
+        more = {"init_scale": 8.0, "growth_interval": 3, "refill_on_clean_step": refill}
+        return published_scale("deepspeed", **more)
 
     assert trace(new(False), "o.o.o") == [8, 8, 4, 4, 2]
     assert trace(new(True), "o.o.o") == [8, 8, 8, 8, 8]
@@ -111,8 +108,7 @@ def test_growth_for_ever_stops_at_the_ceiling():
 
 def test_two_optimizers_share_one_flag_and_one_update():
     scale = DynamicLossScale(DynamicRule(growth_interval=1))
-    flags = [0.0, 1.0], [1.0, 0.0], [True, False], [math.nan, 0.0], [math.inf, 1.0]
-    for first, second in flags:
+    for first, second in ([0.0, 1.0], [1.0, 0.0], [True, False], [math.nan, 0.0], [math.inf, 1.0]):
         before = scale.scale.item()
         scale.record(torch.tensor(first))
         scale.record(torch.tensor([second]))

@@ -47,8 +47,7 @@ def test_two_steps_worked_by_hand():
 @pytest.mark.slow
 @pytest.mark.parametrize("bad", [None, 2.0**16])
 def test_equals_numpy_over_a_thousand_steps(bad):
-    rng = np.random.default_rng(0)
-    maxima = np.exp2(rng.normal(-8, 1.5, 1000))
+    maxima = np.exp2(np.random.default_rng(0).normal(-8, 1.5, 1000))
     maxima[::400] = np.inf
     maxima[55::700] = np.nan
     maxima[10::300] = 0.0
@@ -64,8 +63,7 @@ def test_equals_numpy_over_a_thousand_steps(bad):
 
 @pytest.mark.slow
 def test_overflows_stay_near_one_in_a_thousand_when_the_maximum_is_log_normal():
-    rng = np.random.default_rng(1)
-    x = rng.normal(-6, 1.0, 6000)
+    x = np.random.default_rng(1).normal(-6, 1.0, 6000)
     ours, overflows = LogMaxLossScale(LogMaxRule(max_scale=2.0**40)), 0
     for number, value in enumerate(np.exp2(x)):
         overflow = value * ours.scale.item() > 2.0**16
@@ -84,11 +82,10 @@ def test_every_option_changes_the_scale_as_it_says():
     fixed = wide | {"overflow_log2": 16.0}
     higher = run(LogMaxLossScale(LogMaxRule(log_max=17.0, **fixed)), maxima)[-1]
     assert higher == pytest.approx(2 * base, rel=4 * FP32)
-    for option in ({"beta1": 0.5}, {"beta2": 0.5}, {"overflow_std_dev": 1.0}):
-        short = {"beta1": "b1", "beta2": "b2", "overflow_std_dev": "k"}
-        keywords = {short[name]: value for name, value in option.items()}
-        got = run(LogMaxLossScale(LogMaxRule(**option, **fixed)), maxima)[-1]
-        want = reference(maxima, low=2.0**-100, high=2.0**100, **keywords)[-1]
+    options = {"beta1": ("b1", 0.5), "beta2": ("b2", 0.5), "overflow_std_dev": ("k", 1.0)}
+    for name, (short, value) in options.items():
+        got = run(LogMaxLossScale(LogMaxRule(**fixed | {name: value})), maxima)[-1]
+        want = reference(maxima, low=2.0**-100, high=2.0**100, **{short: value})[-1]
         assert got == pytest.approx(want, rel=1e-5)
         assert abs(got / base - 1) > 0.01
     assert run(LogMaxLossScale(LogMaxRule(max_scale=4.0)), [2.0**-10]) == [4.0]
@@ -97,10 +94,7 @@ def test_every_option_changes_the_scale_as_it_says():
 
 
 def test_several_optimizers_share_flag_and_maximum():
-    shared, single = (
-        LogMaxLossScale(LogMaxRule(max_scale=2.0**40)),
-        LogMaxLossScale(LogMaxRule(max_scale=2.0**40)),
-    )
+    shared, single = (LogMaxLossScale(LogMaxRule(max_scale=2.0**40)) for _ in range(2))
     clean = torch.tensor(0.0)
     shared.record(clean, torch.tensor(2.0**-9))
     shared.record(clean, torch.tensor([2.0**-12], dtype=torch.float64))

@@ -1,17 +1,17 @@
 """The step path never reads a tensor on the host and never moves its state."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from ..helpers import assert_same_bits
+from ..helpers import assert_same_bits, without_waiting
 from ..shipped import PUBLISHED, published_scale
 from .loss_scales import KINDS
 
-SCALES = KINDS | {
-    name: lambda device="cpu", name=name: published_scale(name, device) for name in PUBLISHED
-}
+SCALES = KINDS | {name: partial(published_scale, name) for name in PUBLISHED}
 
 
 class NoHostRead(TorchDispatchMode):
@@ -22,6 +22,11 @@ class NoHostRead(TorchDispatchMode):
         if name in ("_local_scalar_dense", "is_nonzero", "nonzero", "equal"):
             raise AssertionError(f"{name} reads a tensor on the host")
         return func(*args, **(kwargs or {}))
+
+
+def of_step(overflow):
+    """A flag, the largest gradient and a loss."""
+    return torch.tensor(overflow), torch.tensor(2.0**-8), torch.ones((), requires_grad=True)
 
 
 def iteration(scale, flag, largest, loss):
@@ -38,11 +43,7 @@ def test_no_value_reaches_the_host_and_state_stays_where_it_is(name):
     scale = SCALES[name]()
     addresses = {k: getattr(scale, k).data_ptr() for k in scale.state_dict() if k != "kind"}
     for overflow in (0.0, 1.0, 1.0, 0.0):
-        inputs = (
-            torch.tensor(overflow),
-            torch.tensor(2.0**-8),
-            torch.tensor(1.0, requires_grad=True),
-        )
+        inputs = of_step(overflow)
         with NoHostRead():
             iteration(scale, *inputs)
     assert addresses == {k: getattr(scale, k).data_ptr() for k in addresses}
@@ -64,7 +65,6 @@ def test_the_guard_sees_a_host_read():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name", sorted(SCALES))
 def test_cuda_equals_cpu_without_synchronisation_and_under_a_graph(name):
     eager, graphed, host = SCALES[name]("cuda"), SCALES[name]("cuda"), SCALES[name]()
@@ -84,18 +84,10 @@ def test_cuda_equals_cpu_without_synchronisation_and_under_a_graph(name):
 
     for overflow in (0.0, 1.0, 1.0, 1.0, 0.0, 0.0, 1.0):
         flag.fill_(overflow)
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with without_waiting():
             iteration(eager, flag, largest, loss)
             graph.replay()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-        iteration(
-            host,
-            torch.tensor(overflow),
-            torch.tensor(2.0**-8),
-            torch.tensor(0.0, requires_grad=True),
-        )
+        iteration(host, *of_step(overflow))
     want = host.state_dict()
     for scale in (eager, graphed):
         state = tree_map_only(torch.Tensor, torch.Tensor.cpu, scale.state_dict())

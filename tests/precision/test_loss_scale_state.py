@@ -36,9 +36,8 @@ def test_a_damaged_state_is_refused_by_key_and_changes_nothing(kind):
     untouched = KINDS[kind]()
     state = source.state_dict()
     for key in state:
-        dropped = {name: value for name, value in state.items() if name != key}
         with pytest.raises(ValueError, match=f"'{key}' is missing"):
-            target.load_state_dict(dropped)
+            target.load_state_dict({name: value for name, value in state.items() if name != key})
     with pytest.raises(ValueError, match="unknown key 'extra'"):
         target.load_state_dict(state | {"extra": torch.tensor(0)})
     with pytest.raises(ValueError, match="'scale' must be a torch.float32"):

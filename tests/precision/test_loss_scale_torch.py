@@ -67,10 +67,8 @@ def test_same_as_grad_scaler_on_random_sequences(make, growth, backoff):
             growth_interval=rng.randint(1, 5),
         )
         bad = rng.choice([0.02, 0.3, 0.6])
-        gradients = [
-            rng.choice([INF, -INF, NAN]) if rng.random() < bad else CLEAN for _ in range(12)
-        ]
-        assert mismatches(ours, gradients) == 0, gradients
+        steps = [rng.choice([INF, -INF, NAN]) if rng.random() < bad else CLEAN for _ in range(12)]
+        assert mismatches(ours, steps) == 0, steps
 
 
 @pytest.mark.slow
@@ -93,20 +91,3 @@ def test_the_inverse_is_that_of_grad_scaler():
         theirs.scaler.unscale_(theirs.optimizer)
         assert ours.inverse().dtype == torch.float32
         assert ours.inverse().item() == theirs.parameter.grad[0].item()
-
-
-def test_a_healthy_step_after_400_overflows_keeps_weights_finite_where_torch_writes_nan():
-    ours = DynamicLossScale()
-    theirs = TorchLoop(ours)
-    for _ in range(400):
-        theirs.step(INF)
-        ours.record(torch.tensor(True))
-        ours.update()
-    theirs.step(0.0)
-    assert theirs.scale_and_tracker()[0] == 0.0
-    # 0 * inf: the reason for the floor.
-    assert torch.isnan(theirs.parameter).any()
-
-    weight = torch.zeros(2) - 1e-3 * torch.tensor([0.25, 0.0]) * ours.inverse()
-    assert torch.isfinite(weight).all()
-    assert ours.scale.item() == ours.rule.min_scale

@@ -111,6 +111,22 @@ def test_a_frozen_parameter_is_left_alone_and_evaluated_unrounded():
         assert not torch.equal(before, before.half().float())
 
 
+def test_frozen_layers_are_evaluated_unrounded():
+    """They compute in FP16, although no optimizer holds them (decision 4: FP32 evaluation)."""
+    model, inputs = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), torch.randn(8, 4)
+    model[0].requires_grad_(False)
+    original, first = model[0].weight.detach().clone(), model[0](inputs)
+    seen = []
+    learner = mixed(model, "fp16_master")
+    model[1].register_forward_pre_hook(lambda module, given: seen.append(given[0]))
+    one_step(learner, inputs)
+    with learner.evaluating(False) as evaluated:
+        evaluated(inputs)
+        assert torch.equal(evaluated[0].weight, original)
+    rounded, exact = seen
+    assert torch.equal(exact, first) and not torch.equal(rounded, first)
+
+
 class Writes(nn.Linear):
     """Sets one of its own weights in each call."""
 
@@ -136,8 +152,7 @@ OTHER = {"fp16_naive": "fp16_master", "fp16_master": "fp16_naive", "amp": "fp16_
 @pytest.mark.parametrize("mode", OTHER)
 def test_a_state_that_does_not_fit_is_refused_by_what_it_is_of(mode):
     def made(kind="momentum", mode=mode):
-        make = making(RULES[kind], foreach=True)
-        return mixed(network(), mode, make, StaticLossScale(8.0))
+        return mixed(network(), mode, making(RULES[kind], foreach=True), StaticLossScale(8.0))
 
     source = made()
     one_step(source, torch.randn(4, 6))

@@ -37,17 +37,11 @@ def test_in_bf16_every_bit_is_that_of_torch(adjust_lr, nesterov):
     draw = torch.Generator().manual_seed(0)
     start = weights_of(SHAPES, draw) + weights_of([(40,), (5, 6, 7)], draw)
     ours, theirs = ([own.clone() for own in start] for _ in range(2))
-    of_both = {"lr": 0.02, "weight_decay": 0.1}
-    muon = Muon(
-        [{"params": ours[:4], "matrices": True}, {"params": ours[4:], "lr": 0.003}],
-        nesterov=nesterov,
-        adjust_lr=adjust_lr,
-        foreach=True,
-        **of_both,
-    )
+    groups = [{"params": ours[:4], "matrices": True}, {"params": ours[4:], "lr": 0.003}]
+    of_both = {"lr": 0.02, "weight_decay": 0.1, "nesterov": nesterov}
+    muon = Muon(groups, adjust_lr=adjust_lr, foreach=True, **of_both)
     try:
-        how = {"nesterov": nesterov, "adjust_lr_fn": adjust_lr}
-        of_torch = torch.optim.Muon(theirs[:4], **how, **of_both)
+        of_torch = torch.optim.Muon(theirs[:4], adjust_lr_fn=adjust_lr, **of_both)
     except ValueError as error:  # of 2.11
         pytest.skip(f"torch {torch.__version__}: {error}")
     adamw = torch.optim.AdamW(theirs[4:], 0.003, (0.9, 0.95), weight_decay=0.1, foreach=True)
@@ -58,14 +52,20 @@ def test_in_bf16_every_bit_is_that_of_torch(adjust_lr, nesterov):
         muon.step()
         of_torch.step()
         adamw.step()
-        for own, other in zip(ours, theirs, strict=True):
-            assert torch.equal(own, other)
+        assert all(map(torch.equal, ours, theirs))
         for own, other in zip(ours[:4], theirs[:4], strict=True):
             buffers = (muon.state[own], of_torch.state[other])
             assert torch.equal(*(state["momentum_buffer"] for state in buffers))
 
 
-# Of a zero weight after a step with the rate 1: what Muon adds, rounded once for each rate.
+def from_zero(gradient, **how):
+    """A matrix of zeros after a step of Muon: what it adds, rounded once for each rate."""
+    weight = torch.zeros_like(gradient)
+    weight.grad = gradient
+    Muon([{"params": [weight], "matrices": True}], **how).step()
+    return weight
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_rate_of_a_matrix_depends_on_its_shape(shape):
     """Also where torch's own Muon does not know a value."""
@@ -76,11 +76,8 @@ def test_the_rate_of_a_matrix_depends_on_its_shape(shape):
     gradient = torch.randn(shape, generator=torch.Generator().manual_seed(5))
     moved = orthogonal(gradient, torch.bfloat16)
     for adjust_lr in ADJUST:
-        weight = torch.zeros(shape)
         how = {"lr": 1.0, "momentum": 0.0, "nesterov": False, "adjust_lr": adjust_lr}
-        muon = Muon([{"params": [weight], "matrices": True}], **how)
-        weight.grad = gradient
-        muon.step()
+        weight = from_zero(gradient, **how)
         expected = -moved.double() * ratios[adjust_lr]
         assert torch.allclose(weight.double(), expected, rtol=2.0**-22, atol=0.0)
 
@@ -105,15 +102,13 @@ def test_it_is_the_polynomial_of_the_singular_values(shape, dtype):
     matrix = torch.randn(shape, generator=torch.Generator().manual_seed(1))
     found, expected = orthogonal(matrix, dtype), of_singular_values(matrix)
     assert found.dtype is dtype and found.shape == matrix.shape
-    apart = (found.double() - expected).abs().max().item()
-    assert apart < BOUNDS[dtype]
+    assert (found.double() - expected).abs().max().item() < BOUNDS[dtype]
 
 
 def test_a_wider_dtype_is_nearer():
     matrix = torch.randn(64, 96, generator=torch.Generator().manual_seed(2))
     expected = of_singular_values(matrix)
-    apart = [(orthogonal(matrix, d).double() - expected).norm().item() for d in BOUNDS]
-    fp32, fp16, bf16 = apart
+    fp32, fp16, bf16 = [(orthogonal(matrix, d).double() - expected).norm().item() for d in BOUNDS]
     assert 100 * fp32 < fp16 < bf16 / 3  # 2^13 and 2^3 by their bits
 
 
@@ -131,26 +126,17 @@ def test_zero_stays_zero():
 
 
 def test_a_rate_on_the_device_is_the_same_rate():
-    moved = []
-    for rate in (0.25, torch.tensor(0.25)):
-        weight = torch.zeros(24, 40)
-        muon = Muon([{"params": [weight], "matrices": True}], lr=rate, weight_decay=0.5)
-        weight.grad = torch.randn(24, 40, generator=torch.Generator().manual_seed(4))
-        muon.step()
-        moved.append(weight)
+    gradient = torch.randn(24, 40, generator=torch.Generator().manual_seed(4))
+    rates = (0.25, torch.tensor(0.25))
+    moved = [from_zero(gradient, lr=rate, weight_decay=0.5) for rate in rates]
     assert torch.equal(*moved) and moved[0].abs().max() > 0.01
 
 
 def test_a_rate_on_the_device_is_not_rounded_to_the_dtype_of_a_weight():
     """0.1 in BF16 is 0.1 % more; 960 roundings of a weight leave 0.004 % of their mean."""
-    found = []
-    for rate in (0.1, 1.0):
-        weight = torch.zeros(24, 40, dtype=torch.bfloat16)
-        muon = Muon([{"params": [weight], "matrices": True}], lr=torch.tensor(rate))
-        weight.grad = torch.randn(24, 40, generator=torch.Generator().manual_seed(4)).bfloat16()
-        muon.step()
-        found.append(weight.double().abs().sum().item())
-    assert found[0] / found[1] == pytest.approx(0.1, rel=3e-4)
+    gradient = torch.randn(24, 40, generator=torch.Generator().manual_seed(4)).bfloat16()
+    found = [from_zero(gradient, lr=torch.tensor(rate)).double().abs().sum() for rate in (0.1, 1.0)]
+    assert (found[0] / found[1]).item() == pytest.approx(0.1, rel=3e-4)
 
 
 def by_muon(lr=0.02):
@@ -192,8 +178,7 @@ def test_a_copy_goes_on_bit_for_bit(copied, steps):
 
 def test_a_step_is_one_step_to_hooks_and_schedulers():
     model, optimizer = by_muon()
-    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-    seen = []
+    schedule, seen = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5), []
     hook = register_optimizer_step_post_hook(lambda own, *_: seen.append(own))
     for _ in range(3):
         step_of(model, optimizer)
@@ -205,6 +190,8 @@ def test_a_step_is_one_step_to_hooks_and_schedulers():
 
 # Network and variant -> arguments, the hidden matrices, the 2-D weights of embeddings and outputs.
 _CLASSES, _WORDS = {"num_classes": 10}, {"vocab_size": 9}
+_GPT = _WORDS | {"context_length": 4, "num_layers": 1}
+_ATTENTION = "blocks.0.attention.inputs blocks.0.attention.output"
 HIDDEN = {
     "alexnet": (_CLASSES, "classifier.1 classifier.4", "classifier.6"),
     "alexnet 2012": (_CLASSES, "classifier.0 classifier.3", "classifier.6"),
@@ -223,18 +210,9 @@ HIDDEN = {
         "lstm.weight_ih_l0 lstm.weight_hh_l0 lstm.weight_hr_l0",
         "embedding output",
     ),
-    "gpt": (
-        _WORDS | {"context_length": 4, "num_layers": 1},
-        "blocks.0.attention.inputs blocks.0.attention.output blocks.0.mlp.inputs "
-        "blocks.0.mlp.output",
-        "embedding positions",
-    ),
+    "gpt": (_GPT, f"{_ATTENTION} blocks.0.mlp.inputs blocks.0.mlp.output", "embedding positions"),
     # Experts have three dimensions.
-    "gpt_moe": (
-        _WORDS | {"context_length": 4, "num_layers": 1},
-        "blocks.0.attention.inputs blocks.0.attention.output blocks.0.mlp.router",
-        "embedding positions",
-    ),
+    "gpt_moe": (_GPT, f"{_ATTENTION} blocks.0.mlp.router", "embedding positions"),
     "conv_autoencoder": ({"channels": 3}, "", ""),
 }
 HIDDEN = with_extensions("HIDDEN", HIDDEN)

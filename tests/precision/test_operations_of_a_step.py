@@ -2,30 +2,18 @@
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from mprun.precision import BatchNormGuard
 from mprun.precision.loss_scale import DynamicLossScale, StaticLossScale
 
-
-class Operations(TorchDispatchMode):
-    """The names of all operations, but of those that only allocate."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func.overloadpacket.__name__
-        if not name.startswith(("empty", "detach", "_to_copy")):
-            self.names.append(name)
-        return func(*args, **(kwargs or {}))
+from .operations import Operations
 
 
 def operations(function, *arguments):
+    """The names of all operations, but of those that only allocate."""
     with Operations() as seen:
         function(*arguments)
-    return seen.names
+    return [name for name in seen.names if not name.startswith(("empty", "detach", "_to_copy"))]
 
 
 def test_the_inverse_is_one_operation():

@@ -1,6 +1,5 @@
 """Every operation that torch's own database and lists know, against float64 and CUDA's autocast."""
 
-import importlib.util
 import re
 import subprocess
 import sys
@@ -12,17 +11,12 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves, tree_map
 
+from benchmarks import operations_of_torch as table
 from mprun.precision.autocast import cuda_lists
 from mprun.precision.emulation import HalfEmulation
 
-SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "operations_of_torch.py"
-specification = importlib.util.spec_from_file_location("operations_of_torch", SCRIPT)
-table = importlib.util.module_from_spec(specification)
-sys.modules["operations_of_torch"] = table  # its dataclass looks itself up there
-specification.loader.exec_module(table)
+from .emulated import half
 
-HALVES = (torch.float16, torch.bfloat16)
-half = pytest.mark.parametrize("dtype", HALVES, ids=["fp16", "bf16"])
 AMP_LISTS = (Path(torch.__file__).parent / "include/ATen/autocast_mode.h").read_text()
 
 
@@ -105,14 +99,13 @@ def test_norms_written_by_hand_are_those_of_cuda(dtype):
 
 def test_what_cuda_has_no_kernel_of_is_refused_by_name():
     x = torch.rand(4, 4).half()
-    refused = (
+    for call in (
         lambda: torch.cdist(x, x),
         lambda: torch.igamma(x, x),
         lambda: torch.histc(x),
         lambda: torch.linalg.qr(x),
         lambda: torch.special.ndtri(x),
-    )
-    for call in refused:
+    ):
         with HalfEmulation(), pytest.raises(NotImplementedError, match="CUDA has no fp16 kernel"):
             call()
 
@@ -120,24 +113,21 @@ def test_what_cuda_has_no_kernel_of_is_refused_by_name():
 def test_mixed_dtypes_are_the_errors_that_cuda_makes_of_them():
     """Else a network trains here and ends on the GPU."""
     h = torch.randn(4, 8).half()
-    mixed = (
+    for call in (
         lambda: torch.zeros(4, 8).index_put_((torch.tensor([0, 2]),), h[:2]),
         lambda: torch.zeros(4, 8).index_add_(0, torch.tensor([0, 2]), h[:2]),
         lambda: torch.zeros(4, 8).scatter_add_(0, torch.zeros(4, 8).long(), h),
         lambda: F.cross_entropy(h, torch.arange(4), torch.ones(8)),
         lambda: nn.GRU(8, 8).half()(h[:, None], torch.zeros(1, 1, 8)),
         lambda: nn.LSTM(8, 8).half()(h[:, None], (torch.zeros(1, 1, 8),) * 2),
-    )
-    for call in mixed:
+    ):
         with HalfEmulation(), pytest.raises(RuntimeError, match=r"dtype|scalar type|data type"):
             call()
 
 
 def test_results_that_are_no_numbers_of_16_bits_stay_what_they_are():
     with HalfEmulation():
-        packed = nn.utils.rnn.pack_padded_sequence(
-            torch.randn(5, 2, 8).half(), torch.tensor([5, 3])
-        )
+        packed = nn.utils.rnn.pack_padded_sequence(torch.randn(5, 2, 8).half(), [5, 3])
         assert packed.batch_sizes.dtype is torch.int64
         assert nn.GRU(8, 6).half()(packed)[0].data.dtype is torch.float16
         weights = torch.ones(70_000).half()
@@ -169,9 +159,7 @@ def test_a_few_rows_are_written_in_place():
     big = torch.zeros(8, 4).half()
     with HalfEmulation() as emulation:
         big[torch.tensor([3, 5])] = torch.ones(2, 4).half()
-        big.index_put_(
-            (torch.zeros(5000).long(), torch.zeros(5000).long()), torch.ones(5000).half(), True
-        )
+        big.index_put_((torch.zeros(5000).long(),) * 2, torch.ones(5000).half(), True)
     assert big[3, 0] == 1 and big[0, 0] == 5000 and not emulation.rerouted
 
 

@@ -75,14 +75,12 @@ def test_underflow(gradient, stored):
 
 @pytest.mark.parametrize("gradient", [2.0**-25, 2.0**-26, 3 * 2.0**-30])
 def test_a_loss_scale_recovers_it(gradient):
-    scale = StaticLossScale(2.0**8)
-    _, master = trained(0.0, gradient, "fp16_master", sgd(2.0**20), scale)
+    _, master = trained(0.0, gradient, "fp16_master", sgd(2.0**20), StaticLossScale(2.0**8))
     assert master == -gradient * 2.0**20
 
 
 def test_dividing_by_the_scale_in_fp16_brings_the_underflow_back():
-    values = {"param_dtype": "fp16", "grad_dtype": "fp16"}
-    policy = build_policy("ablation", values)
+    policy = build_policy("ablation", {"param_dtype": "fp16", "grad_dtype": "fp16"})
     gradient, scale = 2.0**-26, StaticLossScale(2.0**8)
     assert trained(0.0, gradient, policy, sgd(2.0**20), scale)[1] == 0.0
     assert trained(0.0, gradient, "fp16_master", sgd(2.0**20), scale)[1] == -(2.0**-6)

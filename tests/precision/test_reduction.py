@@ -24,7 +24,6 @@ from ..distributed.processes import forkserver
 from ..helpers import assert_same_bits, making, mixed, network
 
 F16, B16, F32 = torch.float16, torch.bfloat16, torch.float32
-CPU = torch.device("cpu")
 SGD = making(torch.optim.SGD, 0.1)
 
 
@@ -94,7 +93,7 @@ def by_hand(policy, scale, inputs, parts):
     found = []
     for batch in inputs.chunk(parts):
         model = network(8, 16, 4).to(policy.param_dtype)
-        with ForwardContext(policy, CPU) as forward_context:
+        with ForwardContext(policy, torch.device("cpu")) as forward_context:
             with forward_context.autocast():
                 outputs = model(batch.to(policy.param_dtype))
             (loss_of(outputs) * scale).backward()
@@ -137,10 +136,8 @@ def test_a_step_reduces_as_so_many_ranks_would(mode, divide):
 def test_a_step_adds_in_the_order_of_its_policy_and_bucket_by_bucket(order):
     policy, parts = get_policy("fp16_master"), 6
     inputs = torch.randn(24, 8, generator=torch.Generator().manual_seed(2))
-    each = by_hand(policy, 1.0, inputs, parts)
-    own_parts = [
-        torch.stack([own.to(B16).flatten() for own in part]) for part in zip(*each, strict=True)
-    ]
+    each = zip(*by_hand(policy, 1.0, inputs, parts), strict=True)
+    own_parts = [torch.stack([own.to(B16).flatten() for own in part]) for part in each]
     # The last parameters first: a bucket ends with the one that fills it.
     first = in_order(torch.cat(own_parts[:0:-1], 1), order)
     totals = [in_order(own_parts[0], order), *reversed(first.split(sizes(own_parts[:0:-1])))]
@@ -212,9 +209,8 @@ def work(rank, folder):
             found[ranks, dtype, count] = numbers(rank, dtype, count)
             dist.all_reduce(found[ranks, dtype, count], group=groups[ranks])
     if rank < 2:
-        found["stock"], found["compressed"] = (
-            gradients(rank, dtype, wrapped) for dtype, wrapped in ((F16, stock), (F32, compressed))
-        )
+        found["stock"] = gradients(rank, F16, stock)
+        found["compressed"] = gradients(rank, F32, compressed)
     if rank == 0:
         torch.save(found, f"{folder}/found.pt")
     dist.destroy_process_group()
@@ -225,9 +221,8 @@ def of_ranks(tmp_path_factory):
     """Return what four ranks make of `numbers` and gradients; the server has imported torch."""
     folder = tmp_path_factory.mktemp("ranks")
     forkserver()
-    ranks = torch.multiprocessing.start_processes(
-        work, (folder,), 4, join=False, daemon=True, start_method="forkserver"
-    )
+    how = {"join": False, "daemon": True, "start_method": "forkserver"}
+    ranks = torch.multiprocessing.start_processes(work, (folder,), 4, **how)
     ends = time.monotonic() + 120
     while not ranks.join(timeout=1):
         assert time.monotonic() < ends
@@ -268,8 +263,7 @@ def test_sums_in_other_orders_are_those_of_numpy(ranks, dtype):
     terms = torch.stack([numbers(rank, dtype, 997) for rank in range(ranks)])
     plain = terms.float().numpy()
     assert np.array_equal(in_order(terms, "tree").float().numpy(), halves(plain, dtype))
-    one_by_one = plain[0]
-    in_fp32 = plain[0]
+    one_by_one = in_fp32 = plain[0]
     for term in plain[1:]:
         one_by_one, in_fp32 = rounded(one_by_one + term, dtype), in_fp32 + term
     assert np.array_equal(in_order(terms, "rank").float().numpy(), one_by_one)

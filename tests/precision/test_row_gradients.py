@@ -17,9 +17,13 @@ RULES["adagrad"] = lambda own: torch.optim.Adagrad(own, **ADAGRAD)
 
 
 def sparse(ids, values, rows):
-    return torch.sparse_coo_tensor(
-        ids[None], values, (rows, *values.shape[1:]), check_invariants=False
-    )
+    size = rows, *values.shape[1:]
+    return torch.sparse_coo_tensor(ids[None], values, size, check_invariants=False)
+
+
+def coalesced(rows, values, size):
+    how = {"is_coalesced": True, "check_invariants": False}
+    return torch.sparse_coo_tensor(rows[None], values, size, **how)
 
 
 def in_order(gradient):
@@ -29,17 +33,13 @@ def in_order(gradient):
     sums = torch.zeros(len(gradient), *values.shape[1:], dtype=values.dtype)
     for number, value in zip(ids, values, strict=True):
         sums[number] += value
-    return torch.sparse_coo_tensor(
-        rows[None], sums[rows], gradient.shape, is_coalesced=True, check_invariants=False
-    )
+    return coalesced(rows, sums[rows], gradient.shape)
 
 
 def without_a_wait(gradient):
     """Compute `each_row_once` as on CUDA."""
-    rows, values = rows_once(gradient._indices()[0], gradient._values(), len(gradient))
-    return torch.sparse_coo_tensor(
-        rows[None], values, gradient.shape, is_coalesced=True, check_invariants=False
-    )
+    found = rows_once(gradient._indices()[0], gradient._values(), len(gradient))
+    return coalesced(*found, gradient.shape)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -59,15 +59,13 @@ def test_each_row_is_added_in_order_and_others_are_zeros(dtype, count, rows, sha
 
 
 def test_on_a_cpu_it_is_coalesce():
-    gradient = sparse(torch.tensor([3, 1, 3]), torch.randn(3, 2), 5)
-    found = each_row_once(gradient)
+    found = each_row_once(sparse(torch.tensor([3, 1, 3]), torch.randn(3, 2), 5))
     assert found.is_coalesced() and found._nnz() == 2
     assert each_row_once(found) is found
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_rows_of_zeros_change_no_bit(rule):
-    torch.manual_seed(0)
     own = [torch.nn.Parameter(torch.randn(30, 4)) for _ in range(2)]
     own[1].data.copy_(own[0].data)
     optimizers = [RULES[rule]([one]) for one in own]
@@ -83,7 +81,6 @@ def test_rows_of_zeros_change_no_bit(rule):
 @pytest.mark.parametrize("rule", RULES)
 def test_a_skip_on_the_device_moves_no_row(rule, monkeypatch):
     monkeypatch.setattr(torch_update, "_is_on_host", lambda flag: False)
-    torch.manual_seed(0)
     own = torch.nn.Parameter(torch.randn(30, 4))
     own.data[:4] = torch.tensor([0.0, -0.0, 1e-40, -1e-40])
     optimizer = RULES[rule]([own])

@@ -19,27 +19,17 @@ from mprun.precision.scaled_attention import InScaledAttention, ScaledAttention,
 from mprun.precision.scaled_operators import Calls
 
 from ..helpers import TINY_GPT, record_of, run
+from . import exact_formats as exact
 
 B16 = torch.bfloat16
 HEAD, TENSOR = ScaledAttention(), ScaledAttention(granularity="tensor")
-# Bits of exponent and mantissa; whether the last exponent is of infinities (IEEE), or of numbers.
-FORMATS = {"e4m3": (4, 3, False), "e5m2": (5, 2, True)}
-
-
-def numbers(form):
-    """Return all finite numbers of a format that are not negative, rising."""
-    exponents, mantissa, is_ieee = FORMATS[form]
-    bias, found = 2 ** (exponents - 1) - 1, []
-    for exponent in range(2**exponents - is_ieee):
-        for bits in range(2**mantissa):
-            power, lead = (1 - bias, 0) if exponent == 0 else (exponent - bias, 1)
-            found.append((lead + bits / 2**mantissa) * 2.0**power)
-    return np.array(found if is_ieee else found[:-1])  # the last code of E4M3 is a NaN
+# All finite numbers of a format that are not negative, rising.
+NUMBERS = {name: np.array([float(own) for own in exact.GRIDS[name]]) for name in ("e4m3", "e5m2")}
 
 
 def by_list(x, form, granularity="head"):
     """Cast as published: FP32 scale, product in FP32, the nearest number, ties to even codes."""
-    known, x = numbers(form), np.asarray(x, np.float32)
+    known, x = NUMBERS[form], np.asarray(x, np.float32)
     amax = np.abs(x).max(None if granularity == "tensor" else (-2, -1), keepdims=True)
     amax = np.maximum(amax, known[-1] / np.finfo(np.float32).max)  # of zeros
     encode = (known[-1] / amax.astype(np.float64)).astype(np.float32)
@@ -70,9 +60,8 @@ def attended(how, query, key, value, *more, gradient=None, **named):
 def test_the_lists_are_those_of_torch():
     for form, least, top in (("e4m3", 2.0**-9, 448.0), ("e5m2", 2.0**-16, 57344.0)):
         codes = torch.arange(128, dtype=torch.uint8).view(ELEMENTS[form].dtype).float()
-        found = numbers(form)
-        assert (found[1], found[-1]) == (least, top)
-        assert (codes[codes.isfinite()].double().numpy() == found).all()
+        assert (NUMBERS[form][1], NUMBERS[form][-1]) == (least, top)
+        assert (codes[codes.isfinite()].double().numpy() == NUMBERS[form]).all()
 
 
 @pytest.mark.parametrize("granularity", ["head", "tensor"])
@@ -84,8 +73,7 @@ def test_a_cast_is_that_of_the_list(form, granularity):
     x[2, 0, 0, 0] = ELEMENTS[form].top  # the scale of this head is 1
     x[2, 0, 1:] = 1 + torch.arange(39 * 16).view(39, 16) / 64
     x = x.clamp(-ELEMENTS[form].top, ELEMENTS[form].top)
-    expected = by_list(x, form, granularity)
-    assert (cast(x, form, granularity).double().numpy() == expected).all()
+    assert (cast(x, form, granularity).double().numpy() == by_list(x, form, granularity)).all()
 
 
 def defined(q, k, v, gradient, scale, how, mask=None):
@@ -99,7 +87,7 @@ def defined(q, k, v, gradient, scale, how, mask=None):
         return by_list(x, name, how.granularity)
 
     def nearness(x, name):
-        known, amax = numbers(name), np.abs(x).max((-2, -1), keepdims=True)
+        known, amax = NUMBERS[name], np.abs(x).max((-2, -1), keepdims=True)
         amax = np.abs(x).max() if how.granularity == "tensor" else amax
         middles = (known[1:] + known[:-1]) / 2
         scaled = np.abs(x) * (known[-1] / amax)
@@ -117,11 +105,8 @@ def defined(q, k, v, gradient, scale, how, mask=None):
     return near, (cast_p @ v, cast_s @ k * scale, turned, cast_p.swapaxes(-1, -2) @ g)
 
 
-FORMS = {
-    "head": HEAD,
-    "tensor": TENSOR,
-    "e5m2": ScaledAttention(ELEMENTS["e5m2"], ELEMENTS["e4m3"]),
-}
+OTHERS = ScaledAttention(ELEMENTS["e5m2"], ELEMENTS["e4m3"])
+FORMS = {"head": HEAD, "tensor": TENSOR, "e5m2": OTHERS}
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -129,12 +114,10 @@ FORMS = {
 def test_both_passes_are_their_definition(how, is_causal):
     """No cast is near a tie, so codes are equal; left are the sums in FP32 of 8 numbers or fewer,
     and exp: 32 units of 2^-24 of the largest term."""
-    torch.manual_seed(0)
     tensors = made((2, 2, 6, 4), (2, 2, 8, 4), (2, 2, 8, 5), (2, 2, 6, 5), dtype=torch.float32)
     q, k, v, gradient = tensors
     mask = np.where(np.tri(6, 8), 0.0, -np.inf) if is_causal else None
-    arrays = [own.detach().numpy() for own in tensors]
-    near, expected = defined(*arrays, 0.7, FORMS[how], mask)
+    near, expected = defined(*[own.detach().numpy() for own in tensors], 0.7, FORMS[how], mask)
     assert near > 2.0**-18
     found = attended(FORMS[how], q, k, v, gradient=gradient, is_causal=is_causal, scale=0.7)
     for own, wanted in zip(found, expected, strict=True):
@@ -147,8 +130,7 @@ def test_with_one_key_every_bit_is_a_cast():
     q, k, v, gradient = made((3, 2, 1, 8), (3, 2, 1, 8), (3, 2, 1, 8), (3, 2, 1, 8))
     found, of_q, of_k, of_v = attended(HEAD, q, k, v, gradient=gradient.detach())
     for own, given, form in ((found, v, "e4m3"), (of_v, gradient, "e5m2")):
-        expected = torch.from_numpy(by_list(given.detach().float(), form)).to(B16)
-        assert torch.equal(own, expected)
+        assert torch.equal(own, torch.from_numpy(by_list(given.detach().float(), form)).to(B16))
     assert not of_q.any() and not of_k.any()
 
 
@@ -161,8 +143,8 @@ class Bounded:
     def cast(self, form):
         """Half a unit of a number, or of the smallest one at the scale of this head."""
         largest = (self.value.abs() + self.error).amax((-2, -1), keepdim=True)
-        least = largest * numbers(form)[1] / numbers(form)[-1]
-        half = 2.0 ** -(FORMATS[form][1] + 1)
+        least = largest * NUMBERS[form][1] / NUMBERS[form][-1]
+        half = 2.0 ** -(exact.FORMS[form].mantissa + 1)
         own = torch.maximum((self.value.abs() + self.error) * half, least / 2)
         return Bounded(self.value, self.error + own * (1 + 2.0**-20))
 
@@ -263,9 +245,8 @@ class Block(nn.Module):
         return found.transpose(1, 2).flatten(2)
 
     def forward(self, x):
-        return x + (
-            checkpoint(self.attend, x, use_reentrant=False) if self.again else self.attend(x)
-        )
+        found = checkpoint(self.attend, x, use_reentrant=False) if self.again else self.attend(x)
+        return x + found
 
 
 def prepared(mode="fp8_attention", seed=0, kind=Block, overrides=None, **options):
@@ -297,9 +278,8 @@ def test_a_model_computes_its_attention_so():
     assert (calls["forward e4m3-attention"], calls["backward e5m2-attention"]) == (6, 6)
     products = mprun.state_of(optimizer).models[0].audit.result()["products"]
     assert (products["forward e4m3-attention"], products["backward e5m2-attention"]) == (6, 6)
-    assert mprun.state_of(optimizer).forward_context.kind() == (
-        "emulated-bf16 emulated-e4m3-attention emulated-e5m2-attention"
-    )
+    kind = mprun.state_of(optimizer).forward_context.kind()
+    assert kind == "emulated-bf16 emulated-e4m3-attention emulated-e5m2-attention"
     x = torch.randn(4, 6, 8)
     model.eval()
     with torch.no_grad():  # evaluations are FP32
@@ -316,15 +296,13 @@ def test_what_a_checkpoint_computes_again_has_the_same_bits():
 @pytest.mark.slow
 def test_a_compiled_model_is_one_graph():
     model, optimizer = prepared()
-    compiled = torch.compile(model, fullgraph=True)
-    assert len(stepped(compiled, optimizer, steps=5)) == 6
-    calls = counted(optimizer)  # of graphs too: the operator counts where it computes
-    assert calls["forward e4m3-attention"] == 10
+    assert len(stepped(torch.compile(model, fullgraph=True), optimizer, steps=5)) == 6
+    # Of graphs too: the operator counts where it computes.
+    assert counted(optimizer)["forward e4m3-attention"] == 10
 
 
 def test_autocast_casts_before():
-    policy = dataclasses.replace(get_policy("amp_bf16"), attention=HEAD)
-    model, optimizer = prepared(policy)
+    model, optimizer = prepared(dataclasses.replace(get_policy("amp_bf16"), attention=HEAD))
     stepped(model, optimizer)
     assert counted(optimizer)["backward e5m2-attention"] == 6
 
@@ -345,9 +323,8 @@ class Inside(nn.Module):
 
 
 def test_what_is_not_emulated_is_refused():
-    with pytest.raises(
-        ValueError, match=r"format=e4m3: .*dropout_p=0.1 is not emulated; set dropout_p=0, or"
-    ):
+    says = r"format=e4m3: .*dropout_p=0.1 is not emulated; set dropout_p=0, or"
+    with pytest.raises(ValueError, match=says):
         stepped(*prepared(dropout=0.1))
     with pytest.raises(ValueError, match=r"0.own is an MultiheadAttention, .* that calls F.scaled"):
         prepared(kind=Inside)

@@ -8,13 +8,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from mprun.precision import (
-    DynamicLossScale,
-    DynamicRule,
-    NoLossScale,
-    StaticLossScale,
-    torch_update,
-)
+from mprun.precision import DynamicLossScale, DynamicRule, NoLossScale, StaticLossScale
 from mprun.precision.torch_update import (
     creates_late,
     host_decides,
@@ -36,20 +30,17 @@ MAKERS = RULES | {"amsgrad": partial(torch.optim.Adam, lr=0.01, amsgrad=True)}
 class Run:
     """A small network with BatchNorm; `step(plant)` multiplies one gradient or the loss by it."""
 
-    def __init__(
-        self, optimizer="momentum", implementation="fused", mode="fp16_master", scale=None
-    ):
+    def __init__(self, optimizer="momentum", implementation="fused", scale=None):
         self.model = model = helpers.network(hidden=8, norm=nn.BatchNorm1d)
         self.scale = scale or DynamicLossScale(DynamicRule(2.0**8, growth_interval=4))
         make = making(MAKERS[optimizer], **IMPLEMENTATIONS[implementation])
-        self.learner = mixed(model, mode, make, self.scale)
+        self.learner = mixed(model, "fp16_master", make, self.scale)
         self.factor = 1.0
         model[3].bias.register_hook(lambda gradient: gradient * self.factor)
 
     def step(self, gradient=1.0, loss=1.0, inputs=1.0):
         self.factor = gradient
-        generator = torch.Generator().manual_seed(7)
-        x = torch.randn(5, 6, generator=generator) * inputs
+        x = torch.randn(5, 6, generator=torch.Generator().manual_seed(7)) * inputs
         return helpers.one_step(self.learner, x, lambda y: y.square().mean() * loss)
 
     def state(self):
@@ -113,8 +104,7 @@ def test_a_skipped_micro_batch_skips_the_step():
     before = run.state()
     run.learner.zero_grad()
     for loss in (1.0, INF, 1.0):
-        outputs = run.model(torch.ones(5, 6) * torch.arange(5)[:, None])
-        (outputs.square().mean() * loss).backward()
+        (run.model(torch.ones(5, 6) * torch.arange(5)[:, None]).square().mean() * loss).backward()
     assert run.learner.step().found_inf.item() == 1.0
     assert_same_bits(run.state(), before)
     assert run.scale.steps_skipped.item() == 1
@@ -124,13 +114,12 @@ def test_a_skipped_micro_batch_skips_the_step():
 @pytest.mark.parametrize("optimizer", MAKERS)
 def test_a_step_that_no_host_stops_is_undone(optimizer, implementation, monkeypatch):
     """As on a GPU, where `skipping` neither knows nor asks what found_inf is."""
-    monkeypatch.setattr(torch_update, "_is_on_host", lambda flag: False)
+    monkeypatch.setattr("mprun.precision.torch_update._is_on_host", lambda flag: False)
     draw = torch.Generator().manual_seed(3)
     start = [torch.randn(3, 4, generator=draw), torch.randn(5, generator=draw)]
     kept, plain = ([own.clone() for own in start] for _ in range(2))
-    ours, theirs = (
-        MAKERS[optimizer](own, **IMPLEMENTATIONS[implementation]) for own in (kept, plain)
-    )
+    how = IMPLEMENTATIONS[implementation]
+    ours, theirs = (MAKERS[optimizer](own, **how) for own in (kept, plain))
     initialise_state(ours)
     for bad in (True, False, True, False):
         before = copy.deepcopy((kept, ours.state_dict()["state"]))
@@ -195,8 +184,7 @@ class Lookup(nn.Module):
 def looked_up(sparse, mode, make, **more):
     scale = DynamicLossScale(DynamicRule(2.0**8, growth_interval=4))
     model = Lookup(sparse)
-    own = mixed(model, mode, make, scale, **more)
-    updates = []
+    own, updates = mixed(model, mode, make, scale, **more), []
     for step in range(6):
         own.zero_grad()
         for part in (1.0, 2.0):  # two micro-batches
@@ -261,8 +249,7 @@ def test_complex_weights_keep_both_parts(mode):
 def test_a_fused_step_whose_buffer_is_still_to_appear_is_stopped_by_the_host():
     """torch's fused SGD with dampening would keep a buffer that nobody has filled."""
     own = torch.ones(3, requires_grad=True)
-    make = partial(torch.optim.SGD, lr=0.1, momentum=0.9, dampening=0.5, fused=True)
-    optimizer = make([own])
+    optimizer = partial(torch.optim.SGD, lr=0.1, momentum=0.9, dampening=0.5, fused=True)([own])
     own.grad = torch.full((3,), INF)
     with skipping(optimizer, torch.ones(())):
         optimizer.step()

@@ -21,12 +21,11 @@ from .test_rounded_weights import by_hand
 
 CPU, F32, B16, F16 = torch.device("cpu"), torch.float32, torch.bfloat16, torch.float16
 ADAM = {"lr": 1e-2, "weight_decay": 0.1, "fused": True}
-UPDATE = ("state_dtype", "square_dtype", "state_rounding")
 
 
 def of(state=None, square=None, stored="nearest", mode="fp32", **more):
     """The policy of a mode with these formats of state."""
-    update = dict(zip(UPDATE, (state, square, stored), strict=True))
+    update = {"state_dtype": state, "square_dtype": square, "state_rounding": stored}
     return dataclasses.replace(get_policy(mode), **update, **more)
 
 
@@ -34,9 +33,8 @@ def stepped(policy, rule=torch.optim.AdamW, steps=4, skip=None, seed=3, **settin
     """A learner after some steps; that of number `skip` has an infinite gradient."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 24), nn.LayerNorm(24), nn.Linear(24, 3))
-    learner = mixed(
-        model, policy, making(rule, **(settings or ADAM)), StaticLossScale(4.0), seed=seed
-    )
+    make = making(rule, **(settings or ADAM))
+    learner = mixed(model, policy, make, StaticLossScale(4.0), seed=seed)
     draw = torch.Generator().manual_seed(1)
     for step in range(steps):
         factor = math.inf if step == skip else 1.0
@@ -46,15 +44,18 @@ def stepped(policy, rule=torch.optim.AdamW, steps=4, skip=None, seed=3, **settin
 
 
 def states(learner):
-    return {
-        name: {key: own for key, own in state.items() if own.dim()}
-        for name, state in learner.steps.state_by_name().items()
-    }
+    found = learner.steps.state_by_name().items()
+    return {name: {key: own for key, own in state.items() if own.dim()} for name, state in found}
 
 
 @pytest.mark.parametrize(
     ("formats", "dtypes"),
-    [(("bf16", "fp32"), (B16, F32)), ((None, "bf16"), (F32, B16)), (("fp16", "bf16"), (F16, B16))],
+    [
+        (("bf16", "fp32"), (B16, F32)),
+        ((None, "bf16"), (F32, B16)),
+        (("fp16", "bf16"), (F16, B16)),
+        (("bf16", None), (B16, B16)),
+    ],
 )
 def test_each_moment_has_its_format(formats, dtypes):
     """Each step is torch's in FP32, of state that is rounded when it ends."""
@@ -118,8 +119,7 @@ def test_momentum_by_hand():
     weight = nn.Parameter(torch.tensor([[1.0, -2.0, 0.5]]))
     model = nn.Module()
     model.weight, model.forward = weight, lambda x: x * model.weight
-    make = making(torch.optim.SGD, lr=0.25, momentum=0.5, fused=True)
-    learner = mixed(model, of("bf16"), make)
+    learner = mixed(model, of("bf16"), making(torch.optim.SGD, lr=0.25, momentum=0.5, fused=True))
     gradients = [Q(257, 256), Q(-3, 4), Q(1, 512)]
     wanted, momenta = [Q(1), Q(-2), Q(1, 2)], [Q(0)] * 3
     for _ in range(5):
@@ -142,10 +142,8 @@ def test_random_bits_of_state_are_those_of_its_names():
     stream = int.from_bytes(hashed[0], "little") ^ int.from_bytes(hashed[1], "little")
     words = by_hand([0, 0, stream % 2**32, stream >> 32], [3, 0])
     bits = [half for word in words for half in (word & 0xFFFF, word >> 16)]
-    exact = states(wide)[name][key].flatten()[:8]
-    sums = [
-        number + more for number, more in zip(exact.view(torch.int32).tolist(), bits, strict=True)
-    ]
+    exact = states(wide)[name][key].flatten()[:8].view(torch.int32).tolist()
+    sums = [number + more for number, more in zip(exact, bits, strict=True)]
     expected = torch.tensor([own >> 16 for own in sums], dtype=torch.int32).to(torch.int16)
     assert torch.equal(states(learner)[name][key].flatten()[:8].view(torch.int16), expected)
 
@@ -172,8 +170,7 @@ def test_what_sticks_is_what_is_told(form, name):
         moved = (kept.double() * decay).float()
         moved[:, 0] = kept[:, 0]
         again = packing.decode(name, packing.encode(name, moved))
-        inside = (kept < 1) & (kept > 0)
-        sticks = bool((again == kept)[inside].all())
+        sticks = bool((again == kept)[(kept < 1) & (kept > 0)].all())
         assert (of(form).why_stuck(decay, name) is not None) == sticks, decay
 
 

@@ -62,21 +62,18 @@ def test_evaluation_sees_the_average_and_puts_the_weights_back(mode, in_mode):
     for index in range(3):
         step(learner, index)
     weights = copy.deepcopy(dict(learner.model.named_parameters()))
-    averages = learner.averages
-    inputs = torch.randn(8, 4)
+    averages, inputs = learner.averages, torch.randn(8, 4)
     with learner.evaluating(in_mode) as model:
         outputs = model(inputs)
         seen = dict(model.named_parameters())
         dtype = weights["body.weight"].dtype if in_mode else torch.float32
         assert torch.equal(seen["body.weight"], averages["body.weight"].to(dtype))
         assert not torch.equal(seen["body.weight"], weights["body.weight"].to(dtype))
-        assert torch.equal(
-            seen["head.weight"].to(weights["head.weight"].dtype), weights["head.weight"]
-        )
+        head = weights["head.weight"]
+        assert torch.equal(seen["head.weight"].to(head.dtype), head)
     plain = Network()
     plain.load_state_dict({n: own.float() for n, own in (weights | averages).items()})
-    in_fp32 = not in_mode or mode == "fp32"
-    assert torch.equal(outputs, plain(inputs)) is in_fp32
+    assert torch.equal(outputs, plain(inputs)) is (not in_mode or mode == "fp32")
     assert_same_bits(dict(learner.model.named_parameters()), weights)
 
 

@@ -1,6 +1,7 @@
 """Products with parameters inside forward: the bits of one linear layer for each expert."""
 
 import dataclasses
+import operator
 import warnings
 
 import pytest
@@ -33,8 +34,7 @@ class Experts(nn.Module):
         if self.how == "loop":
             found = []
             for expert in chosen.unique():  # a tensor, as in transformers
-                rows = x[chosen == expert]
-                gate, up = F.linear(rows, self.gate_up_proj[expert]).chunk(2, -1)
+                gate, up = F.linear(x[chosen == expert], self.gate_up_proj[expert]).chunk(2, -1)
                 found.append(F.linear(F.silu(gate) * up, self.down_proj[expert]))
             return torch.cat(found)
         if self.how == "grouped":
@@ -84,8 +84,7 @@ class Mixture(nn.Module):
     def forward(self, x):
         best, chosen = self.gate(x).softmax(-1).max(-1)
         order = chosen.argsort(stable=True)
-        found = self.experts(x[order], chosen[order])[order.argsort()]
-        return x + found * best.unsqueeze(-1)
+        return x + self.experts(x[order], chosen[order])[order.argsort()] * best.unsqueeze(-1)
 
 
 class Network(nn.Module):
@@ -118,7 +117,6 @@ def named(mode, *patterns):
 @pytest.mark.few
 def test_an_expert_is_a_linear_layer(mode, how, dtype):
     """Expert 2 has no row: its gradients are zeros, or none in a loop that leaves it out."""
-    torch.manual_seed(0)
     experts = Experts(how).to(dtype)
     expected = Separate(experts).to(dtype)
     install(experts, named(mode, "*"), {}, calls=(calls := Calls()))
@@ -127,37 +125,18 @@ def test_an_expert_is_a_linear_layer(mode, how, dtype):
     x[0] *= 1000
     y, grad_x = passed(experts, x, chosen)
     other, other_grad = passed(expected, x, chosen)
-    assert torch.equal(y, other)
-    assert torch.equal(grad_x, other_grad)
+    assert torch.equal(y, other) and torch.equal(grad_x, other_grad)
     for name in ("gate_up_proj", "down_proj"):
-        layers = getattr(expected, name)
-        found = getattr(experts, name).grad
+        layers, found = getattr(expected, name), getattr(experts, name).grad
         assert torch.equal(found, torch.stack([layer.weight.grad for layer in layers]))
         assert not found[2].any()
     # Three experts of two layers each; a product has one forward and two backward ones.
     assert sum(calls.values()) == 3 * 2 * 3
 
 
-class Copied(Experts):
-    """Experts whose parameters `forward` copies, as `view` says, before it takes each."""
-
-    def __init__(self, view):
-        super().__init__("loop")
-        self.view = view
-
-    def forward(self, x, chosen):
-        gate_up, down = self.view(self.gate_up_proj), self.view(self.down_proj)
-        found = []
-        for expert in chosen.unique():
-            gate, up = F.linear(x[chosen == expert], gate_up[expert]).chunk(2, -1)
-            found.append(F.linear(F.silu(gate) * up, down[expert]))
-        return torch.cat(found)
-
-
 @pytest.mark.parametrize("how", ["loop", "grouped", "picked"])
 def test_each_expert_has_a_history_of_scales(how):
     """Numbers grow past the scale from update to update; expert 2 has rows in the last alone."""
-    torch.manual_seed(0)
     experts = Experts(how)
     expected = Separate(experts)
     kept = install(experts, named("fp8_delayed", "*"), {})
@@ -179,41 +158,6 @@ def test_each_expert_has_a_history_of_scales(how):
     assert len(kept.present[:, 0, 0].unique()) == 8
 
 
-@pytest.mark.parametrize(
-    "copy",
-    [
-        lambda own: own.mT.contiguous().mT,
-        lambda own: own.transpose(0, 1).contiguous().transpose(0, 1),
-        lambda own: own[:, 4:].contiguous(),
-        lambda own: own.flatten().unflatten(0, own.shape),
-    ],
-    ids=["turned", "apart", "a part", "flat"],
-)
-def test_a_copied_expert_keeps_its_history(copy):
-    """Weights of expert 0 to 3 have the largest magnitudes 1, 2, 3, 4."""
-    model = Forms(lambda x, w: sum(F.linear(x, own) for own in copy(w)), 4, 24, 32)
-    with torch.no_grad():
-        model.weight.copy_(torch.arange(1.0, 5).view(4, 1, 1).expand(4, 24, 32))
-    kept = install(model, named("fp8_delayed", "weight"), {})
-    model(torch.randn(5, 32))
-    assert kept.present[:, 1, 1].tolist() == [1, 2, 3, 4]
-
-
-def test_an_expert_that_einsum_copies_keeps_its_history():
-    """Of a copy whose experts lie beside each other it makes one in which each is whole."""
-
-    def heads(x, w):
-        apart = w.transpose(0, 1).contiguous().transpose(0, 1).unflatten(1, (4, 6))
-        return torch.einsum("etk,ebak->etba", x.expand(4, -1, -1), apart.transpose(1, 2))
-
-    model = Forms(heads, 4, 24, 32)
-    with torch.no_grad():
-        model.weight.copy_(torch.arange(1.0, 5).view(4, 1, 1).expand(4, 24, 32))
-    kept = install(model, named("fp8_delayed", "weight"), {})
-    model(torch.randn(5, 32))
-    assert kept.present[:, 1, 1].tolist() == [1, 2, 3, 4]
-
-
 class Forms(nn.Module):
     def __init__(self, form, *shape):
         super().__init__()
@@ -221,6 +165,37 @@ class Forms(nn.Module):
 
     def forward(self, x):
         return self.form(x, self.weight)
+
+
+def heads(x, w):
+    """A product of a copy whose experts lie beside each other: einsum copies each into a whole."""
+    apart = w.transpose(0, 1).contiguous().transpose(0, 1).unflatten(1, (4, 6))
+    return torch.einsum("etk,ebak->etba", x.expand(4, -1, -1), apart.transpose(1, 2))
+
+
+def copied(copy):
+    return lambda x, w: sum(F.linear(x, own) for own in copy(w))
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        copied(lambda own: own.mT.contiguous().mT),
+        copied(lambda own: own.transpose(0, 1).contiguous().transpose(0, 1)),
+        copied(lambda own: own[:, 4:].contiguous()),
+        copied(lambda own: own.flatten().unflatten(0, own.shape)),
+        heads,
+    ],
+    ids=["turned", "apart", "a part", "flat", "einsum"],
+)
+def test_a_copied_expert_keeps_its_history(form):
+    """Weights of expert 0 to 3 have the largest magnitudes 1, 2, 3, 4."""
+    model = Forms(form, 4, 24, 32)
+    with torch.no_grad():
+        model.weight.copy_(torch.arange(1.0, 5).view(4, 1, 1).expand(4, 24, 32))
+    kept = install(model, named("fp8_delayed", "weight"), {})
+    model(torch.randn(5, 32))
+    assert kept.present[:, 1, 1].tolist() == [1, 2, 3, 4]
 
 
 # form, size of the weight, of the input -> the layer's input and weight, and its output's place.
@@ -245,7 +220,6 @@ MATRIX = {
 @pytest.mark.parametrize("form", MATRIX)
 def test_forms_of_a_matrix(form):
     """By row, so that a row of the input has the same scale in any split of its rows."""
-    torch.manual_seed(0)
     model, x = Forms(MATRIX[form], 24, 32), torch.randn(2, 5, 32)
     layer = nn.Linear(32, 24, bias=False)
     layer.weight.data.copy_(model.weight)
@@ -259,25 +233,22 @@ def test_forms_of_a_matrix(form):
     assert not torch.equal(y, plain)
 
 
+EACH, TURNED, ROWS = (4, 32, 24), (4, 24, 32), (4, 5, 32)
 BATCHES = {
-    "bmm": (lambda x, w: torch.bmm(x, w), (4, 32, 24), (4, 5, 32)),
-    "baddbmm": (lambda x, w: torch.baddbmm(-torch.zeros(1), x, w), (4, 32, 24), (4, 5, 32)),
-    "of all rows": (lambda x, w: x[0] @ w, (4, 32, 24), (1, 5, 32)),
-    "one input for all": (lambda x, w: torch.matmul(x, w), (4, 32, 24), (1, 5, 32)),
-    "turned": (lambda x, w: x @ w.mT, (4, 24, 32), (4, 5, 32)),
-    "on the left": (lambda x, w: (w @ x.mT).mT, (4, 24, 32), (4, 5, 32)),
-    "einsum": (lambda x, w: torch.einsum("enk,eko->eno", x, w), (4, 32, 24), (4, 5, 32)),
+    "bmm": (lambda x, w: torch.bmm(x, w), EACH, ROWS),
+    "baddbmm": (lambda x, w: torch.baddbmm(-torch.zeros(1), x, w), EACH, ROWS),
+    "of all rows": (lambda x, w: x[0] @ w, EACH, (1, 5, 32)),
+    "one input for all": (lambda x, w: torch.matmul(x, w), EACH, (1, 5, 32)),
+    "turned": (lambda x, w: x @ w.mT, TURNED, ROWS),
+    "on the left": (lambda x, w: (w @ x.mT).mT, TURNED, ROWS),
+    "einsum": (lambda x, w: torch.einsum("enk,eko->eno", x, w), EACH, ROWS),
     "einsum of capacity": (
-        lambda x, w: torch.einsum("genk,eko->egno", x.unsqueeze(0), w).squeeze(1),
-        (4, 32, 24),
-        (4, 5, 32),
+        lambda x, w: torch.einsum("genk,eko->egno", x[None], w)[:, 0],
+        EACH,
+        ROWS,
     ),
-    "grouped without ends": (lambda x, w: F.grouped_mm(x, w), (4, 32, 24), (4, 5, 32)),
-    "one by one": (
-        lambda x, w: torch.stack([row @ own for row, own in zip(x, w, strict=True)]),
-        (4, 32, 24),
-        (4, 5, 32),
-    ),
+    "grouped without ends": (lambda x, w: F.grouped_mm(x, w), EACH, ROWS),
+    "one by one": (lambda x, w: torch.stack([*map(operator.matmul, x, w)]), EACH, ROWS),
 }
 
 
@@ -285,7 +256,6 @@ BATCHES = {
 @pytest.mark.parametrize("mode", ["fp8_tensorwise", "mxfp8"])
 @pytest.mark.few
 def test_forms_of_experts(form, mode):
-    torch.manual_seed(0)
     take, size, given = BATCHES[form]
     model, x = Forms(take, *size), torch.randn(*given)
     with torch.no_grad():
@@ -298,12 +268,11 @@ def test_forms_of_experts(form, mode):
         layer.weight.data.copy_(weight)
     install(layers, named(mode, *"0123"), {})
 
-    class All(nn.Module):
-        def forward(self, x):
-            rows = x if len(x) > 1 else [x[0]] * 4
-            return torch.stack([layer(row) for layer, row in zip(layers, rows, strict=True)])
+    def each(x):
+        rows = x if len(x) > 1 else [x[0]] * 4
+        return torch.stack([layer(row) for layer, row in zip(layers, rows, strict=True)])
 
-    other, other_grad = passed(All(), x)
+    other, other_grad = passed(each, x)
     assert torch.equal(y, other)
     torch.testing.assert_close(grad_x, other_grad, rtol=1e-5, atol=1e-5 * float(grad_x.abs().max()))
     found = model.weight.grad if size[1:] == (24, 32) else model.weight.grad.mT
@@ -358,12 +327,9 @@ def test_names_choose_experts_and_leave_routers():
     assert chosen(model, "*", "!*.down_proj") == experts[::2]
     assert chosen(model, "*", "head") == ["head", *experts]
     assert chosen(model, "*", overrides=["blocks.0.experts"]) == experts[2:]
-    assert chosen(model, "*", "*.gate") == [
-        *experts,
-        "blocks.0.gate.weight",
-        "blocks.1.gate.weight",
-    ]
-    assert chosen(model, "blocks.1.gate.weight") == ["blocks.1.gate.weight"]
+    routers = ["blocks.0.gate.weight", "blocks.1.gate.weight"]
+    assert chosen(model, "*", "*.gate") == [*experts, *routers]
+    assert chosen(model, "blocks.1.gate.weight") == routers[1:]
     with pytest.raises(ValueError, match="'experts.up' matches no"):
         chosen(model, "experts.up")
 
@@ -388,15 +354,16 @@ def test_tables_and_layers_of_torch_are_no_weights_of_a_forward():
     assert all(".experts." in name for name in chosen(model, "*", "!head"))
 
 
-def trained(mode, wrap=lambda model: model, how="loop", native=True):
+def trained(make, mode, size, rate=0.1, native=False, **form):
+    """Losses and weights of five steps, and the counts of products; form: of torch.compile."""
     torch.manual_seed(0)
-    model = Network(how)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), rate)
     mprun.prepare(model, optimizer, precision=mode, native=native)
     torch.manual_seed(1)
-    called, found = wrap(model), []
+    called, found = torch.compile(model, **form) if form else model, []
     for _ in range(5):
-        loss = called(torch.randn(24, WIDTH)).square().mean()
+        loss = called(torch.randn(size)).square().mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -409,14 +376,15 @@ def trained(mode, wrap=lambda model: model, how="loop", native=True):
 @pytest.mark.parametrize("mode", ["fp8_rowwise", "nvfp4"])
 def test_experts_are_trained_in_a_script(mode):
     """Every form ends with the same bits, but for random ones and the order of sums of rows."""
-    found, calls = trained(mode, native=False)
+    found, calls = trained(Network, mode, (24, WIDTH))
     assert all(own.isfinite().all() for own in found)
     formats = "e2m1 x e2m1" if mode == "nvfp4" else "e4m3 x e4m3"
     assert calls[f"forward {formats}"] >= 5 * 2 * 2 * 2
     # The input of the model has no gradient, so its first products have one pass less.
     assert calls[f"backward {formats}"] > 1.7 * calls[f"forward {formats}"]
     if mode == "fp8_rowwise":
-        assert all(map(torch.equal, found, trained(mode, how="grouped", native=False)[0]))
+        grouped, _ = trained(lambda: Network("grouped"), mode, (24, WIDTH))
+        assert all(map(torch.equal, found, grouped))
 
 
 class Dense(nn.Module):
@@ -428,11 +396,8 @@ class Dense(nn.Module):
         self.down = nn.ParameterList([torch.randn(24, 16) * 0.2])
 
     def forward(self, x):
-        y = (
-            F.linear(x, self.up[1])
-            + x @ self.up[2].mT
-            + torch.bmm(x.expand(3, -1, -1), self.up.mT)[0]
-        )
+        y = F.linear(x, self.up[1]) + x @ self.up[2].mT
+        y = y + torch.bmm(x.expand(3, -1, -1), self.up.mT)[0]
         return x + y @ self.down[0].T + sum(F.linear(x, own) for own in self.up) @ self.down[0].t()
 
 
@@ -440,30 +405,17 @@ class Dense(nn.Module):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("mode", ["fp8_rowwise", "nvfp4"])
 def test_a_model_is_one_graph(mode):
-    graphs = []
+    from torch._dynamo.testing import CompileCounter  # the compiler
 
-    def backend(graph, inputs):
-        graphs.append(graph)
-        return graph.forward
+    def made():
+        return nn.Sequential(Dense(), Dense(), nn.Linear(24, 8))
 
-    def trained(compiled):
-        torch.manual_seed(0)
-        model = nn.Sequential(Dense(), Dense(), nn.Linear(24, 8))
-        optimizer = torch.optim.SGD(model.parameters(), 1e-4)
-        mprun.prepare(model, optimizer, precision=mode, native=True)
-        torch.manual_seed(1)
-        form = {"backend": backend, "fullgraph": True, "dynamic": False}
-        called = torch.compile(model, **form) if compiled else model
-        for _ in range(5):
-            called(torch.randn(10, 24)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return [*model.state_dict().values()]
-
-    found = trained(False)
+    graphs, how = CompileCounter(), {"rate": 1e-4, "native": True}
+    form = {"backend": graphs, "fullgraph": True, "dynamic": False}
+    found, compiled = (trained(made, mode, (10, 24), **how, **own)[0] for own in ({}, form))
     assert all(own.isfinite().all() for own in found)
-    assert all(map(torch.equal, trained(True), found))
-    assert len(graphs) == 1
+    assert all(map(torch.equal, compiled, found))
+    assert graphs.frame_count == 1
 
 
 class Grouped(nn.Module):
