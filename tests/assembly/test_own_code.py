@@ -332,15 +332,10 @@ def test_text_what_does_not_fit_is_one_line(network, wanted, capsys):
 
 
 MODES = ["fp32", "fp16_naive", "fp16_master_scaled", "amp", "bf16_master", "amp_bf16"]
+PAIR = ["model.factory=owncode:pair", "model.task=gan"]
 OWN = {
     "mixed": [*IMAGES, "model.factory=owncode:mixed", "model.label_smoothing=0.1"],
-    "pair": [
-        *IMAGES,
-        "model.factory=owncode:pair",
-        "model.task=gan",
-        "model.latent_size=5",
-        "compare.metric=loss",
-    ],
+    "pair": [*IMAGES, *PAIR, "model.latent_size=5", "compare.metric=loss"],
     "bag": [*TEXT, "model.factory=owncode:bag"],
     "sparse": [*TEXT, "model.factory=owncode:sparse", "optim=sgd_plain"],
     "complex": [*IMAGES, "model.factory=owncode:fourier", "optim=sgd"],
@@ -397,6 +392,11 @@ def test_what_torch_cannot_update_sparsely_is_refused_before_training(overrides,
     refused(capsys, *TEXT, *COMMON, *f"model.factory={overrides}".split(), says=wanted)
 
 
+def generators():
+    """The states of all three generators of random numbers."""
+    return random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+
+
 def test_the_trial_and_the_data_take_no_random_number_of_the_run(build_run):
     import importlib
 
@@ -409,10 +409,9 @@ def test_the_trial_and_the_data_take_no_random_number_of_the_run(build_run):
     for name, tensor in built.task.learner.model.state_dict().items():
         assert torch.equal(tensor, expected.state_dict()[name])
     # Nor does an evaluation, though the function draws when it is called again.
-    before = random.getstate(), np.random.get_state()[1].tolist(), state.tolist()
+    before = generators()
     built.task.evaluate()
-    after = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
-    assert after == before
+    assert generators() == before
 
 
 @pytest.mark.parametrize("mode", ["fp16_master", "fp16_naive"])
@@ -437,13 +436,9 @@ def test_an_evaluation_has_tied_weights_once_and_the_digits_that_the_mode_keeps(
 
 def test_evaluation_in_fp32_is_that_of_the_network_itself(build_run):
     built = build_run(*OWN["mixed"], *COMMON)
-    model = built.task.learner.model.eval()
+    model, loss = built.task.learner.model.eval(), torch.nn.CrossEntropyLoss(reduction="sum")
     with torch.no_grad():
-        batches = list(built.data.eval_batches())
-        losses = [
-            torch.nn.functional.cross_entropy(model(images), labels, reduction="sum")
-            for images, labels in batches
-        ]
+        losses = [loss(model(images), labels) for images, labels in built.data.eval_batches()]
     expected = float(sum(losses)) / 24
     # The copy holds the same FP32 numbers; the sum over batches is in float64 there.
     assert built.task.evaluate()["loss"] == pytest.approx(expected, rel=1e-6)

@@ -22,35 +22,17 @@ ROOT = Path(mprun.__file__).parent
 # Of what a step is made of whatever the data; the rest is the loop around it and where its data
 # come from.
 OWN = ("execution", "models", "precision", "prepared", "tasks")
-SUPERVISED = {
-    "execution/step_runner.py",
-    "precision/audit.py",
-    "precision/batch_statistics.py",
-    "precision/emulation.py",
-    "precision/forward_context.py",
-    "precision/loss_scale.py",
-    "precision/torch_update.py",
-    "precision/update.py",
-    "prepared/border.py",
-    "prepared/containers.py",
-    "prepared/nodes.py",
-    "prepared/passes.py",
-    "prepared/prepared_model.py",
-    "prepared/scaling.py",
-    "prepared/shards.py",
-    "prepared/steps.py",
-    "prepared/tensors.py",
-    "tasks/learner.py",
-    "tasks/supervised.py",
-    "tasks/task.py",
+STEP = {
+    "execution": "step_runner",
+    "precision": "audit batch_statistics emulation forward_context loss_scale torch_update update",
+    "prepared": "border containers nodes passes prepared_model scaling shards steps tensors",
+    "tasks": "learner supervised task",
 }
-RECURRENT = {
-    "models/lstm.py",
-    "precision/emulated_recurrent.py",
-    "precision/recurrent.py",
-}
+SUPERVISED = {f"{folder}/{name}.py" for folder in STEP for name in STEP[folder].split()}
+RECURRENT = {"models/lstm.py", "precision/emulated_recurrent.py", "precision/recurrent.py"}
+SMALL_LM = "model=lstm_lm data=synthetic_tokens model.hidden_size=8 model.embedding_size=8"
 CASES = {
-    "model=lstm_lm data=synthetic_tokens model.hidden_size=8 model.embedding_size=8": RECURRENT,
+    SMALL_LM: RECURRENT,
     "model=resnet50 optim=sgd data=synthetic_images data.train_size=16 data.eval_size=4": set(),
 }
 
@@ -119,14 +101,12 @@ def way_to(owner, name, call, monkeypatch):
 def test_the_walks_of_the_page(tmp_path, monkeypatch):
     """With the files that the page names beside a walk they are at most twelve."""
     to_step, to_verdict = walks()
-    small = ["model=lstm_lm", "data=synthetic_tokens", "model.hidden_size=8", "train.steps=1"]
-    run = [*small, "model.embedding_size=8", "precision=fp16_master_scaled"]
+    run = [*SMALL_LM.split(), "train.steps=1", "precision=fp16_master_scaled"]
     run += [f"output_root={tmp_path}"]
     assert way_to(steps, "skipping", lambda: main(run), monkeypatch) == to_step
     for mode in ("fp32", "amp"):
         for seed in range(3):
             write_run(tmp_path / "runs" / f"{mode}-s{seed}", mode, seed)
     judged = ["compare", str(tmp_path / "runs"), "--no-report"]
-    assert (
-        way_to(equivalence, "_mean_and_variance", lambda: main(judged), monkeypatch) == to_verdict
-    )
+    found = way_to(equivalence, "_mean_and_variance", lambda: main(judged), monkeypatch)
+    assert found == to_verdict

@@ -15,11 +15,10 @@ from mprun.numerics.post_mortem import read_post_mortem
 from mprun.precision import DynamicLossScale, NoLossScale, StaticLossScale
 from mprun.record import async_copy, checkpoint
 from mprun.record.async_copy import PinnedRing
-from mprun.record.metrics import read_metrics
-from mprun.record.run_directory import read_json
 from mprun.recording import metric_buffer as trace_module
 from mprun.recording.metric_buffer import MetricBuffer
 
+from ..helpers import record_of, rows_of
 from ..numerics.failing_runs import AUTOENCODER, CPU, GAN, LM, run, with_data
 
 TIMES = ("samples_per_s", "seconds", "data_wait")
@@ -37,9 +36,12 @@ def metrics(loss, scale=1.0, found_inf=None, **more):
     return {name: torch.tensor(float(value)) for name, value in values.items()}
 
 
-def fill(trace, steps, **more):
+def fill(trace, steps, logged=None, **more):
+    """Add steps; logged: of the interval that they end."""
     for step in steps:
         trace.add(step, metrics(step / 4, **more))
+    if logged is not None:
+        trace.close(logged=logged)
 
 
 # The ring
@@ -78,17 +80,14 @@ def test_what_is_sent_is_a_copy():
 
 def test_an_interval_is_read_when_the_next_one_ends(late):
     trace = MetricBuffer(CPU)
-    fill(trace, [1, 2])
-    trace.close(logged=False)
+    fill(trace, [1, 2], logged=False)
     assert list(trace.read()) == []
-    fill(trace, [3])
-    trace.close(logged=True)
+    fill(trace, [3], logged=True)
     [first] = trace.read()
     assert [(row.step, row.loss) for row in first.rows] == [(1, 0.25), (2, 0.5)]
     assert not first.logged and first.metrics["loss"] == 0.5
     assert list(trace.read()) == []
-    fill(trace, [4])
-    trace.close(logged=False)
+    fill(trace, [4], logged=False)
     rest = list(trace.read(wait=True))
     assert [[row.step for row in interval.rows] for interval in rest] == [[3], [4]]
     assert [interval.logged for interval in rest] == [True, False]
@@ -97,8 +96,7 @@ def test_an_interval_is_read_when_the_next_one_ends(late):
 
 def test_at_once_where_the_numbers_are_on_the_host():
     trace = MetricBuffer(CPU)
-    fill(trace, [1])
-    trace.close(logged=True)
+    fill(trace, [1], logged=True)
     [interval] = trace.read()
     assert interval.rows[0].loss == 0.25 and interval.waited is None
     trace.close(logged=True)  # no step since: no interval
@@ -110,9 +108,8 @@ def test_intervals_of_many_lengths_keep_their_numbers(monkeypatch, depth):
     monkeypatch.setitem(trace_module.LATE, "cpu", depth)
     trace, found, step = MetricBuffer(CPU), [], 0
     for length in (1, 1, 7, 300, 2, 40):
-        fill(trace, range(step + 1, step + length + 1), scale=8.0, found_inf=0)
+        fill(trace, range(step + 1, step + length + 1), logged=True, scale=8.0, found_inf=0)
         step += length
-        trace.close(logged=True)
         found += trace.read()
     found += trace.read(wait=True)
     assert [len(interval.rows) for interval in found] == [1, 1, 7, 300, 2, 40]
@@ -120,15 +117,12 @@ def test_intervals_of_many_lengths_keep_their_numbers(monkeypatch, depth):
     assert [row.step for row in rows] == list(range(1, step + 1))
     assert [row.loss for row in rows] == [number / 4 for number in range(1, step + 1)]
     assert {row.loss_scale for row in rows} == {8.0}
-    assert [interval.metrics["loss"] for interval in found] == [
-        interval.rows[-1].loss for interval in found
-    ]
+    assert all(interval.metrics["loss"] == interval.rows[-1].loss for interval in found)
 
 
 def test_metrics_may_be_overwritten_by_the_next_step(late):
     """A captured step writes to the same tensors each time."""
-    trace, static = MetricBuffer(CPU), metrics(0.0, grad_norm=0.0)
-    scaled = MetricBuffer(CPU)
+    trace, scaled, static = MetricBuffer(CPU), MetricBuffer(CPU), metrics(0.0, grad_norm=0.0)
     flagged = static | {"found_inf": torch.zeros(())}
     for step in (1, 2, 3):
         static["loss"].fill_(step)
@@ -217,8 +211,7 @@ def test_time_and_waiting_belong_to_their_interval(late):
 
     trace = MetricBuffer(CPU, defer_wait=defer_wait)  # takes, and drops, what was waited before
     for step in (1, 2):
-        fill(trace, [step])
-        trace.close(logged=True)
+        fill(trace, [step], logged=True)
     first, second = trace.read(wait=True)
     assert (first.waited, second.waited) == (0.5, 0.25)
     assert first.seconds > 0 and second.seconds > 0
@@ -244,13 +237,9 @@ def test_throughput_is_of_training_alone(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint, "save", lambda *a, **k: taking(3600, save(*a, **k)))
     settings = ["train.log_every=1", "train.checkpoint_every=2", "train.eval_every=3"]
     directory, code = run(tmp_path, *AUTOENCODER, *settings, plant=plant, steps=6)
-    record = read_json(directory / "run.json")
+    record = record_of(directory)
     assert code == 0 and record["throughput"]["samples_per_s"] == record["samples_per_step"]
-    speeds = [
-        one["samples_per_s"]
-        for one in read_metrics(directory / "metrics.jsonl")
-        if one["split"] == "train"
-    ]
+    speeds = [row["samples_per_s"] for row in rows_of(directory, "train")]
     assert speeds == [record["samples_per_step"]] * 6
 
 
@@ -273,8 +262,6 @@ SETTINGS = {
         with_data(lambda i, batch: (batch[0] * (1e6 if i >= 6 else 1), batch[1])),
     ),
 }
-
-
 CASES = [(5, name) for name in SETTINGS]
 CASES += [(1, "diverges"), (1, "collapses")]
 CASES += [pytest.param(1, name, marks=pytest.mark.slow) for name in ("skips", "gan", "no scale")]
@@ -296,7 +283,7 @@ def test_a_run_is_recorded_alike(tmp_path, monkeypatch, name, every):
         lines = (directory / "metrics.jsonl").read_text().splitlines()
         rows = [list(json.loads(line).items()) for line in lines]
         rows = [[(key, v if key not in TIMES else 0) for key, v in row] for row in rows]
-        record = read_json(directory / "run.json")
+        record = record_of(directory)
         ended = {key: record[key] for key in ("status", "cause", "last_step", "skipped", "final")}
         saved = sorted(path.name for path in (directory / "checkpoints").glob("*"))
         kept = read_post_mortem(directory) or {}
@@ -311,18 +298,14 @@ def test_a_run_is_recorded_alike(tmp_path, monkeypatch, name, every):
 
 
 def test_an_evaluation_sees_nothing_unread(tmp_path, monkeypatch, late):
-    unread = []
+    unread, traces, make = [], [], MetricBuffer.__init__
+
+    def remember(self, *arguments, **keywords):
+        make(self, *arguments, **keywords)
+        traces.append(self)
 
     def plant(built):
         own = built.task.evaluate
-        traces = []
-        make = MetricBuffer.__init__
-
-        def remember(self, *arguments, **keywords):
-            make(self, *arguments, **keywords)
-            traces.append(self)
-
-        monkeypatch.setattr(MetricBuffer, "__init__", remember)
 
         def evaluate():
             [trace] = traces
@@ -330,6 +313,7 @@ def test_an_evaluation_sees_nothing_unread(tmp_path, monkeypatch, late):
             return own()
 
         built.task.evaluate = evaluate
+        monkeypatch.setattr(MetricBuffer, "__init__", remember)
 
     run(tmp_path, *LM, "train.log_every=2", "train.eval_every=3", plant=plant, steps=7)
     assert unread == [0, 0, 0]

@@ -13,9 +13,11 @@ from mprun.training.run import prepare
 from mprun.training.signals import Interruption
 
 from ..execution.trained import SMALL
+from ..numerics.failing_runs import with_data
 from ..shipped import OF_ANY_NETWORK
 
 CUDA = torch.device("cuda")
+LOGGED = ["train.log_every=5", "train.cuda_graph=off"]
 
 
 def run_train(tmp_path, overrides, steps=16, before=None):
@@ -69,8 +71,7 @@ def test_three_intervals_and_copies_for_a_replay(
         kept.append(step)
 
     monkeypatch.setattr(FailureKeeper, "keep_if", keep_if)
-    overrides = [*SMALL[model], f"precision={mode}", "train.log_every=5"]
-    overrides += ["train.cuda_graph=off", "train.eval_every=0"]
+    overrides = [*SMALL[model], f"precision={mode}", *LOGGED, "train.eval_every=0"]
     outcome, built, records = run_train(tmp_path, overrides, before=errors_between_evaluations)
     assert kept[0] == 5
     logged = [r for r in records if r["split"] == "train" and "samples_per_s" in r]
@@ -82,17 +83,8 @@ def test_three_intervals_and_copies_for_a_replay(
 
 @pytest.mark.gpu
 def test_a_divergence_is_noticed_late_and_told_at_its_step(tmp_path):
-    def plant(built):
-        own = built.task.data.train_batch
-
-        def train_batch(index):
-            images, labels = own(index)
-            return (images * float("nan") if index == 7 else images), labels
-
-        built.task.data.train_batch = train_batch
-
-    overrides = [*SMALL["reconstruction"], "precision=fp32", "train.log_every=5"]
-    overrides += ["train.cuda_graph=off", "optim=sgd"]
+    plant = with_data(lambda i, batch: (batch[0] * float("nan") if i == 7 else batch[0], batch[1]))
+    overrides = [*SMALL["reconstruction"], "precision=fp32", *LOGGED, "optim=sgd"]
     outcome, _, records = run_train(tmp_path, overrides, steps=40, before=plant)
     assert (outcome.status, outcome.step) == ("diverged", 8)
     assert max(record["step"] for record in records) == 8
@@ -112,7 +104,7 @@ def test_the_clock_is_that_of_the_device(tmp_path):
 
         built.task.train_step = train_step
 
-    overrides = [*SMALL["reconstruction"], "train.log_every=5", "train.cuda_graph=off"]
+    overrides = [*SMALL["reconstruction"], *LOGGED]
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda._sleep(1000)
     begin.record()

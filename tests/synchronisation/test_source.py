@@ -14,34 +14,18 @@ METHODS = {"item", "cpu", "tolist", "numpy", "is_nonzero", "nonzero", "equal", "
 NAMES = {"bool", "float", "int"}
 # Of these files every function but those named here, which run before the first step, in an
 # evaluation, for a checkpoint, or when a user asks.
-AROUND = {
-    "__init__",
-    "__post_init__",
-    "__repr__",
-    "state_dict",
-    "load_state_dict",
-    "evaluate",
-    "evaluating",
-    "samples",
-    "description",
-}
+AROUND = {"__init__", "__post_init__", "__repr__", "state_dict", "load_state_dict"}
+AROUND |= {"evaluate", "evaluating", "samples", "description"}
+PRECISION = "autocast casting emulated_recurrent emulation forward_context update"
 WHOLE = {
+    **{f"tasks/{name}.py": set() for name in ("learner", "supervised", "task")},
     "tasks/gan.py": {"_distance_to_held_out"},
-    "tasks/learner.py": set(),
-    "tasks/supervised.py": set(),
-    "tasks/task.py": set(),
-    "models/classifiers.py": set(),
-    "models/dcgan.py": set(),
-    "models/gpt.py": set(),
-    "models/lstm.py": set(),
+    **{f"models/{name}.py": set() for name in ("classifiers", "dcgan", "gpt", "lstm")},
     # The rate reads the count of skipped updates where it is on the host.
     "execution/step_runner.py": {"apply"},
-    "precision/casting.py": set(),
-    "precision/emulation.py": set(),
-    "precision/forward_context.py": set(),
+    **{f"precision/{name}.py": set() for name in PRECISION.split()},
     # Where the state is made.
     "precision/loss_scale.py": {"_add"},
-    "precision/update.py": set(),
     "prepared/border.py": set(),
     "prepared/nodes.py": {"leaves"},  # of the graph
     "prepared/passes.py": set(),
@@ -49,8 +33,6 @@ WHOLE = {
     "prepared/scaling.py": {"repeated", "finite"},
     # Where the host alone can skip.
     "precision/torch_update.py": {"skipping"},
-    "precision/autocast.py": set(),
-    "precision/emulated_recurrent.py": set(),
 }
 WHOLE = with_extensions("WHOLE", WHOLE)
 # Of these files the functions named here.
@@ -92,12 +74,17 @@ def test_no_function_but_those_around_a_step(file):
     assert host_reads(source, lambda name: name not in around) == []
 
 
+def reads_of(file: str, names: set[str]) -> list[tuple[str, str]]:
+    """What `host_reads` finds in functions of a file, which has them all."""
+    source = (ROOT / file).read_text(encoding="utf-8")
+    nodes = ast.walk(ast.parse(source))
+    assert names <= {node.name for node in nodes if isinstance(node, ast.FunctionDef)}
+    return host_reads(source, lambda name: name in names)
+
+
 @pytest.mark.parametrize("file", PARTS)
 def test_no_function_of_these(file):
-    source = (ROOT / file).read_text(encoding="utf-8")
-    functions = {n.name for n in ast.walk(ast.parse(source)) if isinstance(n, ast.FunctionDef)}
-    assert PARTS[file] <= functions
-    assert host_reads(source, lambda name: name in PARTS[file]) == []
+    assert reads_of(file, PARTS[file]) == []
 
 
 def test_the_rate_reads_a_count_of_the_host_alone():
@@ -107,10 +94,8 @@ def test_the_rate_reads_a_count_of_the_host_alone():
 
 def test_the_loop_itself_reads_nothing():
     """Between two records: `train` and what it does in every step, without what these call."""
-    source = (ROOT / "training/loop.py").read_text(encoding="utf-8")
     parts = {"train", "due", "advance", "after_step", "log"}
-    assert parts <= {n.name for n in ast.walk(ast.parse(source)) if isinstance(n, ast.FunctionDef)}
-    assert host_reads(source, lambda name: name in parts) == []
+    assert reads_of("training/loop.py", parts) == []
 
 
 @pytest.mark.parametrize(
