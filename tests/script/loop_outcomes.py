@@ -192,9 +192,8 @@ def outcome(name: str, mode: str, prepare: Callable = mprun.prepare) -> Outcome:
 def fault(name: str, mode: str, found: Outcome) -> str:
     """Return what is wrong with an outcome, or ""."""
     if mode in MUST_REFUSE.get(name, ()):
-        return (
-            "" if found.kind == "refused" else f"{found.kind}, must be refused {found.said}".strip()
-        )
+        refused = found.kind == "refused"
+        return "" if refused else f"{found.kind}, must be refused {found.said}".strip()
     # Every bit of FP32 in 16 bits: the mode did not happen, but where nothing is computed, or where
     # the plain script computes in BF16 as well.
     exact = get_policy(mode).half_dtype is None

@@ -5,7 +5,6 @@ models and optimizers, plain tensors beside a prepared model, two parts of a tra
 """
 
 import copy
-import io
 import pickle
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -38,7 +37,9 @@ from .loops import (
     sgd,
     sparse_words,
     tensors,
+    usual,
 )
+from .networks import reloaded
 
 
 def training(make=mlp, optimizer=sgd, name=None, **options) -> Callable[[Callable], Script]:
@@ -75,8 +76,7 @@ def stepwise(make=mlp, optimizer=sgd, steps=6, name=None, **options) -> Callable
 
 def backward(model, optimizer, inputs=INPUTS, labels=VECTORS[1]) -> None:
     optimizer.zero_grad()
-    loss = classified(model, inputs, labels)
-    loss.backward()
+    classified(model, inputs, labels).backward()
 
 
 @stepwise()
@@ -222,9 +222,8 @@ def gradient_penalty(model, optimizer, _):
 
 @stepwise(scale=16.0)
 def penalty_on_gradients(model, optimizer, _):
-    gradients = torch.autograd.grad(
-        classified(model, *VECTORS), list(model.parameters()), create_graph=True
-    )
+    loss, parameters = classified(model, *VECTORS), list(model.parameters())
+    gradients = torch.autograd.grad(loss, parameters, create_graph=True)
     optimizer.zero_grad()
     penalty = sum(gradient.square().sum() for gradient in gradients)
     (classified(model, *VECTORS) + penalty).backward()
@@ -414,23 +413,18 @@ def carried_on(name: str, copied: Callable) -> None:
 
 
 def through_a_file(model, optimizer):
-    file = io.BytesIO()
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
-    file.seek(0)
-    saved, plain = torch.load(file, weights_only=True), mlp()
+    saved = reloaded((model.state_dict(), optimizer.state_dict()), weights_only=True)
+    plain = mlp()
     own = adam(plain.parameters())
-    plain.load_state_dict(saved["model"])
-    own.load_state_dict(saved["optimizer"])
+    plain.load_state_dict(saved[0])
+    own.load_state_dict(saved[1])
     return plain, own
 
 
 def whole_through_a_file(model, _):
     """Load as torch does by default: nothing but tensors and the named classes."""
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
     with torch.serialization.safe_globals([type(part) for part in model.modules()]):
-        loaded = torch.load(file, weights_only=True)
+        loaded = reloaded(model, weights_only=True)
     return loaded, adam(loaded.parameters())
 
 
@@ -591,10 +585,10 @@ def chain_of_two_scales(prepare):
 # A prepared model beside plain tensors with optimizers of their own.
 
 
-def beside(part: Callable[[], nn.Module], loss: Callable, graded=None, overflow=None) -> Script:
+def beside(part: Callable[[], nn.Module], logits: Callable, graded=None, overflow=None) -> Script:
     """Return a loop of a prepared model and a plain part, both trained.
 
-    loss(model, part): of VECTORS.
+    logits(model, part): of VECTORS.
     overflow: the second loss is too large for a mode that then skips the step of the model, and of
         a part "before" it, whose gradients come out of the model; one "behind" it steps. The script
         leaves these steps out by hand where nothing overflows.
@@ -610,7 +604,8 @@ def beside(part: Callable[[], nn.Module], loss: Callable, graded=None, overflow=
             too_large = overflow is not None and index == 1
             optimizer.zero_grad()
             of_plain.zero_grad()
-            (loss(model, plain) * (1000.0 if too_large else 1.0)).backward()
+            loss = F.cross_entropy(logits(model, plain), VECTORS[1])
+            (loss * (1000.0 if too_large else 1.0)).backward()
             if graded:
                 graded([*model.parameters(), *plain.parameters()])
             by_hand = too_large and not prepare.skips
@@ -631,35 +626,19 @@ class Held(nn.Module):
         self.value = nn.Parameter(torch.zeros(shape))
 
 
-def on_a_head(model, head):
-    return F.cross_entropy(head(model(INPUTS)), VECTORS[1])
-
-
-def at_a_temperature(model, held):
-    return F.cross_entropy(model(INPUTS) * held.value.exp(), VECTORS[1])
-
-
-def after_a_prompt(model, held):
-    return F.cross_entropy(model(INPUTS + held.value), VECTORS[1])
-
-
-def head() -> nn.Module:
-    return nn.Linear(10, 10)
-
-
-def prompt() -> nn.Module:
-    return Held(64, 32)
+ON_A_HEAD = lambda: nn.Linear(10, 10), lambda model, head: head(model(INPUTS))
+AFTER_A_PROMPT = lambda: Held(64, 32), lambda model, held: model(INPUTS + held.value)
 
 
 LOOPS |= {
-    "plain_head": beside(head, on_a_head),
-    "plain_head_overflow": beside(head, on_a_head, overflow="behind"),
+    "plain_head": beside(*ON_A_HEAD),
+    "plain_head_overflow": beside(*ON_A_HEAD, overflow="behind"),
     "loss_with_parameters": beside(
-        head, on_a_head, graded=lambda all_own: nn.utils.clip_grad_norm_(all_own, 0.5)
+        *ON_A_HEAD, graded=lambda all_own: nn.utils.clip_grad_norm_(all_own, 0.5)
     ),
-    "temperature": beside(Held, at_a_temperature),
-    "soft_prompt": beside(prompt, after_a_prompt),
-    "soft_prompt_overflow": beside(prompt, after_a_prompt, overflow="before"),
+    "temperature": beside(Held, lambda model, held: model(INPUTS) * held.value.exp()),
+    "soft_prompt": beside(*AFTER_A_PROMPT),
+    "soft_prompt_overflow": beside(*AFTER_A_PROMPT, overflow="before"),
 }
 
 
@@ -753,23 +732,15 @@ LOOPS |= {
 }
 
 
-def leaking(make: Callable[[list], nn.Module]) -> Script:
-    """Return a loop whose loss uses a tensor from inside of the model, which lies in a list."""
+def leaking(name: str, make: Callable[[list], nn.Module]) -> None:
+    """Enter a loop whose loss uses a tensor from inside of the model, which lies in a list."""
+    seen: list[Tensor] = []
 
-    def run(prepare) -> Moved:
-        seen: list[Tensor] = []
-        model = make(seen)
-        start = tensors(model)
-        model, optimizer = prepare(model, sgd(model.parameters()))
+    def loss(model, inputs, labels):
+        seen.clear()
+        return classified(model, inputs, labels) + 0.1 * seen[0].float().square().mean()
 
-        def loss(model, inputs, labels):
-            seen.clear()
-            return classified(model, inputs, labels) + 0.1 * seen[0].float().square().mean()
-
-        fit(model, optimizer, loss=loss)
-        return Moved(start, tensors(model))
-
-    return run
+    usual(name, lambda: make(seen), loss=loss)
 
 
 def with_a_forward_hook(seen: list) -> nn.Module:
@@ -787,10 +758,8 @@ def with_a_closure(seen: list) -> nn.Module:
     return Forward(act)
 
 
-LOOPS |= {
-    "hidden_by_a_hook": leaking(with_a_forward_hook),
-    "hidden_by_a_closure": leaking(with_a_closure),
-}
+leaking("hidden_by_a_hook", with_a_forward_hook)
+leaking("hidden_by_a_closure", with_a_closure)
 
 
 @training()

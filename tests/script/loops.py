@@ -126,11 +126,8 @@ class Recurrent(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.embedding, self.lstm, self.head = (
-            nn.Embedding(20, 16),
-            nn.LSTM(16, 16),
-            nn.Linear(16, 20),
-        )
+        self.embedding, self.lstm = nn.Embedding(20, 16), nn.LSTM(16, 16)
+        self.head = nn.Linear(16, 20)
 
     def forward(self, words, state):
         outputs, state = self.lstm(self.embedding(words), state)
@@ -253,9 +250,8 @@ def constant_weights(module) -> None:
 
 
 def penalised(model, inputs, labels):
-    return classified(model, inputs, labels) + 0.1 * sum(
-        p.square().sum() for p in model.parameters()
-    )
+    penalty = sum(p.square().sum() for p in model.parameters())
+    return classified(model, inputs, labels) + 0.1 * penalty
 
 
 def clamped_at_the_output(model, inputs, labels):
@@ -265,9 +261,8 @@ def clamped_at_the_output(model, inputs, labels):
 
 
 def through_functional_call(model, inputs, labels):
-    return F.cross_entropy(
-        functional_call(model, dict(model.named_parameters()), (inputs,)), labels
-    )
+    logits = functional_call(model, dict(model.named_parameters()), (inputs,))
+    return F.cross_entropy(logits, labels)
 
 
 def halve_rates(_, optimizer) -> None:
@@ -432,7 +427,6 @@ WEIGHT_WRITES = {
 }
 BUFFER_WRITES = {
     "data_copied": lambda model, new: model.mean.data.copy_(new),
-    "assigned": lambda model, new: setattr(model, "mean", new),
     "by_index": lambda model, new: model.mean.data[:16].copy_(new[:16]),
 }
 
@@ -581,9 +575,7 @@ usual("eval_mode", cnn, before=nn.Module.eval, batch=IMAGES)
 usual("frozen_statistics", cnn, after=lambda m, _: m[1].eval(), batch=IMAGES)
 usual("backbone_in_eval", cnn, before=frozen_backbone, after=head_in_training, batch=IMAGES)
 usual("module_backward_hook", after=lambda m, _: m[3].register_full_backward_hook(half_gradient))
-usual(
-    "forward_hook_replaces", after=lambda m, _: m[0].register_forward_hook(lambda _, __, y: y * 2)
-)
+usual("forward_hook_replaces", after=lambda m, _: m[0].register_forward_hook(lambda *a: a[2] * 2))
 usual("parameter_hook_before", before=lambda m: m[0].weight.register_hook(lambda g: g * 2))
 usual("parameter_hook_after", after=lambda m, _: m[0].weight.register_hook(lambda g: g * 2))
 usual("accumulated_hook", after=lambda m, _: m[0].weight.register_post_accumulate_grad_hook(double))
@@ -650,11 +642,9 @@ for _name, _make in OPTIMIZERS.items():
     usual(f"optimizer_{_name}", optimizer=_make)
 
 
-def _two_phases(optimizer):
-    first = lr_scheduler.ConstantLR(optimizer, 0.1, 2)
-    return lr_scheduler.SequentialLR(
-        optimizer, [first, lr_scheduler.ExponentialLR(optimizer, 0.5)], [2]
-    )
+def _two_phases(o):
+    phases = lr_scheduler.ConstantLR(o, 0.1, 2), lr_scheduler.ExponentialLR(o, 0.5)
+    return lr_scheduler.SequentialLR(o, [*phases], [2])
 
 
 SCHEDULES = {

@@ -1,10 +1,11 @@
 """Networks, batches and loops as a script has them."""
 
 import copy
+import io
+from functools import partial
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import mprun
@@ -12,18 +13,14 @@ from mprun.precision import get_policy
 from mprun.prepared.copies import plain_copy
 
 from ..shipped import OF_ANY_NETWORK
+from .loops import classified
 
 MODES = [mode for mode in OF_ANY_NETWORK if mode != "tf32"]  # which a CPU does not have
 HALF_WEIGHTS = [mode for mode in MODES if get_policy(mode).param_dtype.itemsize == 2]
 # Their own parameters are in 16 bits: there is no master copy that stays.
 WITHOUT_MASTERS = [mode for mode in HALF_WEIGHTS if get_policy(mode).masters != "kept"]
-SMALL = [
-    "model=alexnet_2012",
-    "model.width=0.125",
-    "optim=sgd_alexnet",
-    "data=digits_64",
-    "data.batch_size=2",
-]
+SMALL = ["model=alexnet_2012", "model.width=0.125", "optim=sgd_alexnet"]
+SMALL += ["data=digits_64", "data.batch_size=2"]
 
 
 class Net(nn.Module):
@@ -47,20 +44,6 @@ class Net(nn.Module):
         return self.head(x)
 
 
-class WithLoss(nn.Module):
-    """Computes its loss itself, as language models do."""
-
-    def __init__(self):
-        super().__init__()
-        self.net = nn.Linear(8, 4)
-        self.seen = []
-
-    def forward(self, x, labels=None):
-        logits = self.net(x)
-        self.seen.append(logits.dtype)
-        return logits, None if labels is None else F.cross_entropy(logits, labels)
-
-
 def batches(count, size=8, seed=0):
     """(images, labels), the same for everybody."""
     generator = torch.Generator().manual_seed(seed)
@@ -76,8 +59,7 @@ def net(seed=0, **options):
 
 def loss_of(model):
     """Return the loss of the first batch."""
-    images, labels = next(batches(1))
-    return F.cross_entropy(model(images), labels)
+    return classified(model, *next(batches(1)))
 
 
 def sgd(parameters, lr=0.1):
@@ -90,17 +72,28 @@ def prepared(mode="fp16_master_scaled", model=None, make=sgd, lr=0.1, **options)
     return mprun.prepare(model, make(model.parameters(), lr=lr), mode, **options)
 
 
+def take_step(optimizers, loss_of, *given):
+    """Take an ordinary step, of one optimizer or a list, by what `loss_of` returns; return it."""
+    optimizers = optimizers if isinstance(optimizers, list) else [optimizers]
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+    loss = loss_of(*given)
+    loss.backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    return loss
+
+
 def stepping(optimizer, loss_of):
     """A step as `mprun.probe` and `mprun.explain` take it, of what `loss_of` returns."""
+    return partial(take_step, optimizer, loss_of)
 
-    def step():
-        optimizer.zero_grad()
-        loss = loss_of()
-        loss.backward()
-        optimizer.step()
-        return loss
 
-    return step
+def reloaded(value, **options):
+    """Return what `torch.load` makes of the file that `torch.save` writes."""
+    torch.save(value, file := io.BytesIO())
+    file.seek(0)
+    return torch.load(file, **options)
 
 
 def as_in_a_script(built):
@@ -117,11 +110,5 @@ def as_in_a_script(built):
 def train(model, optimizer, steps=6, seed=0):
     """Losses of an ordinary loop; dropout begins at the same place for everybody."""
     torch.manual_seed(3)
-    losses = []
-    for images, labels in batches(steps, seed=seed):
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(images), labels)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
+    given = batches(steps, seed=seed)
+    return [take_step(optimizer, classified, model, *batch).item() for batch in given]

@@ -129,9 +129,8 @@ def share_of(model, rank: int, setting: Setting, step: int, part: int) -> Tensor
     logits = model(inputs, *branch)
     loss = F.cross_entropy(logits, labels) / count
     # Times the first loss scale too much for one row of the last layer, which one shard has.
-    return (
-        loss + SPIKE * logits[:, 0].sum() if setting.overflows and (step, rank) == LARGE else loss
-    )
+    large = setting.overflows and (step, rank) == LARGE
+    return loss + SPIKE * logits[:, 0].sum() if large else loss
 
 
 def alone(case: Case) -> dict[str, Any]:
@@ -165,11 +164,8 @@ def alone(case: Case) -> dict[str, Any]:
             p.grad.copy_(sum(g for g in gradients if g is not None) / WORLD)
         clip(model, setting)
         optimizer.step()
-    return {
-        "start": start,
-        "weights": whole(model.parameters()),
-        "scale": scale_of(case, optimizer),
-    }
+    weights = whole(model.parameters())
+    return {"start": start, "weights": weights, "scale": scale_of(case, optimizer)}
 
 
 def scale_of(case: Case, optimizer: torch.optim.Optimizer) -> str:

@@ -1,7 +1,5 @@
 """Rows of docs/script/prepare.md, which tests run, and the models with which they do."""
 
-import re
-
 import torch
 from torch import nn
 
@@ -19,10 +17,6 @@ def rows(title, head):
     table = section.partition(f"| {head} |")[2].partition("\n\n")[0]
     cells = [line.strip("| ").split(" | ") for line in table.splitlines()[2:]]
     return {first: last for first, last in cells}
-
-
-def quotes(cell):
-    return re.findall(r"`([^`]+)`", cell)
 
 
 def linear(*sizes):

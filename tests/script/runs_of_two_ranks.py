@@ -80,7 +80,6 @@ def be(rank: int, world: int, port: int, cases: list[str], out: Path) -> None:
         except RuntimeError as error:
             found[case] = {"said": str(error)}
         dist.barrier()
-    torch.save(
-        {c: {k: str(v) for k, v in own.items()} for c, own in found.items()}, out / f"{rank}.pt"
-    )
+    said = {case: {key: str(v) for key, v in own.items()} for case, own in found.items()}
+    torch.save(said, out / f"{rank}.pt")
     dist.destroy_process_group()

@@ -11,69 +11,53 @@ import mprun
 from mprun.precision import StaticLossScale, get_policy
 
 from ..helpers import raises_line
-from .networks import MODES
+from .loops import Forward, classified, holding
+from .networks import HALF_WEIGHTS, MODES, take_step
 
-CASTS = [mode for mode in MODES if get_policy(mode).param_dtype.itemsize == 2]  # no autocast
 SCALED = [mode for mode in MODES if get_policy(mode).half_dtype is torch.float16]
 
 
-class States(nn.Module):
-    """As tutorials begin an LSTM."""
-
-    def __init__(self):
-        super().__init__()
-        self.lstm, self.head = nn.LSTM(8, 16, batch_first=True), nn.Linear(16, 2)
-
-    def forward(self, x):
-        zeros = torch.zeros(1, x.size(0), 16)
-        return self.head(self.lstm(x, (zeros, zeros))[0][:, -1])
+def linear(*sizes):
+    return lambda: nn.Linear(*sizes)
 
 
-class Positions(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.head = nn.Linear(9, 2)
-
-    def forward(self, x):
-        places = torch.linspace(0, 1, x.size(1))[None, :, None].expand(len(x), -1, 1)
-        return self.head(torch.cat([x, places], -1)).mean(1)
+def states(model, x):
+    """Begin an LSTM as tutorials do."""
+    zeros = torch.zeros(1, x.size(0), 16)
+    return model.head(model.net(x, (zeros, zeros))[0][:, -1])
 
 
-class Table(nn.Module):
-    """A plain attribute, which no cast of a module reaches."""
-
-    def __init__(self):
-        super().__init__()
-        self.table, self.head = torch.randn(5, 8), nn.Linear(8, 2)
-
-    def forward(self, x):
-        return self.head(x + self.table).mean(1)
+def positions(model, x):
+    places = torch.linspace(0, 1, x.size(1))[None, :, None].expand(len(x), -1, 1)
+    return model.net(torch.cat([x, places], -1)).mean(1)
 
 
-class Router(nn.Module):
-    """Experts of a mixture, chosen in FP32 and added up in zeros."""
+def table(model, x):
+    """Add a plain attribute, which no cast of a module reaches."""
+    return model.net(x + model.plain[0]).mean(1)
 
-    def __init__(self):
-        super().__init__()
-        self.router = nn.Linear(8, 2)
-        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
-        self.head = nn.Linear(8, 2)
 
-    def forward(self, x):
-        x = x.flatten(0, 1)
-        weights = self.router(x.float()).softmax(-1)
-        total = torch.zeros(len(x), 8)
-        for number, expert in enumerate(self.experts):
-            rows = (weights.argmax(-1) == number).nonzero().flatten()
-            total.index_add_(0, rows, expert(x[rows]) * weights[rows, number, None])
-        return self.head(total.view(-1, 5, 8).mean(1))
+def router(model, x):
+    """Choose experts of a mixture in FP32, and add them up in zeros."""
+    x = x.flatten(0, 1)
+    weights = model.net(x.float()).softmax(-1)
+    total = torch.zeros(len(x), 8)
+    for number, expert in enumerate(model.experts):
+        rows = (weights.argmax(-1) == number).nonzero().flatten()
+        total.index_add_(0, rows, expert(x[rows]) * weights[rows, number, None])
+    return model.head(total.view(-1, 5, 8).mean(1))
 
 
 MODELS = {
-    States: "lstm: lstm",
-    Positions: "head: linear",
-    Table: "head: linear",
-    Router: "router: linear",
+    "States": holding(states, net=lambda: nn.LSTM(8, 16, batch_first=True), head=linear(16, 2)),
+    "Positions": holding(positions, net=linear(9, 2)),
+    "Table": holding(table, net=linear(8, 2), plain=lambda: [torch.randn(5, 8)]),
+    "Router": holding(
+        router,
+        net=linear(8, 2),
+        experts=lambda: nn.ModuleList([linear(8, 8)(), linear(8, 8)()]),
+        head=linear(8, 2),
+    ),
 }
 
 
@@ -86,25 +70,23 @@ def trained(model, mode, steps=4, **options):
         warnings.simplefilter("always")
         for _ in range(steps):
             x = torch.randn(6, 5, 8, generator=generator)
-            optimizer.zero_grad()
-            loss = F.cross_entropy(model(x), (x.mean((1, 2)) > 0).long())
-            loss.backward()
-            optimizer.step()
+            loss = take_step(optimizer, classified, model, x, (x.mean((1, 2)) > 0).long())
             losses.append(loss.item())
     return losses, [str(one.message) for one in said]
 
 
-@pytest.mark.parametrize("kind", MODELS, ids=lambda kind: kind.__name__)
-@pytest.mark.parametrize("mode", CASTS)
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("mode", HALF_WEIGHTS)
 @pytest.mark.few
 def test_an_operation_with_fp32_beside_16_bits_computes_in_16_bits(mode, kind):
     """It trains as in FP32 but for rounding, and says which operation once, with the cure."""
     torch.manual_seed(0)
-    losses, said = trained(kind(), mode)
+    losses, said = trained(MODELS[kind](), mode)
     torch.manual_seed(0)
-    plain, nothing = trained(kind(), "fp32")
+    plain, nothing = trained(MODELS[kind](), "fp32")
     own = [line for line in said if "meets fp32" in line]
-    assert [line.partition(" meets")[0] for line in own][:1] == [MODELS[kind]], said
+    first = "net: lstm" if kind == "States" else "net: linear"
+    assert [line.partition(" meets")[0] for line in own][:1] == [first], said
     assert all("x.new_zeros" in line and "overrides" in line for line in own)
     assert len({*own}) == len(own) and not any("meets fp32" in line for line in nothing)
     # A loss near 0.7 of some dozen roundings in 8 bits, or 2 in MXFP4 and NVFP4, a step.
@@ -134,19 +116,11 @@ LACKING = {
 HALVES = [mode for mode in MODES if mode != "fp32" and get_policy(mode).matmul is None]
 
 
-class Spectral(nn.Module):
-    def __init__(self, compute):
-        super().__init__()
-        self.compute, self.last = compute, nn.Linear(8, 8)
-
-    def forward(self, x):
-        return self.compute(x).mean() + self.last(x).mean()
-
-
 def spectral_loss(mode, compute, **options):
     """After its backward pass."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 8), Spectral(compute))
+    both = Forward(lambda model, x: compute(x).mean() + model.net(x).mean(), net=linear(8, 8))
+    model = nn.Sequential(nn.Linear(8, 8), both)
     mprun.prepare(model, None, mode, **options)
     loss = model(torch.randn(4, 8))
     loss.backward()
@@ -170,21 +144,19 @@ def test_an_operation_that_16_bits_lack_is_named_with_its_cures(mode, operation)
     assert spectral_loss(mode, compute, overrides={"1": "fp32"}).isfinite()
 
 
-class Hooked(nn.Module):
-    """Clamps a gradient inside, as reinforcement learning and some recurrent networks do."""
+def hooked(seen):
+    """A model that clamps a gradient inside, as reinforcement learning does."""
 
-    def __init__(self, seen):
-        super().__init__()
-        self.first, self.last, self.seen = nn.Linear(8, 8), nn.Linear(8, 2), seen
-
-    def forward(self, x):
-        x = self.first(x)
-        x.register_hook(self.clamped)
-        return self.last(x).mean(1)
-
-    def clamped(self, gradient):
-        self.seen.append(gradient.clone())
+    def clamped(gradient):
+        seen.append(gradient.clone())
         return gradient.clamp(-0.003, 0.003)
+
+    def act(model, x):
+        x = model.net(x)
+        x.register_hook(clamped)
+        return model.last(x).mean(1)
+
+    return Forward(act, net=linear(8, 8), last=linear(8, 2))
 
 
 @pytest.mark.parametrize("mode", SCALED)
@@ -195,8 +167,7 @@ def test_a_hook_inside_gets_gradients_without_the_scale(mode):
     for scale in (16.0, 1024.0):
         seen = []
         torch.manual_seed(0)
-        model = Hooked(seen)
-        trained(model, mode, steps=6, scaler=StaticLossScale(scale))
+        trained(hooked(seen), mode, steps=6, scaler=StaticLossScale(scale))
         found.append(torch.stack(seen))
     once, again = found
     assert len(once) == 6 and once.dtype is torch.float32 and once.abs().max() > 0.003
@@ -206,5 +177,5 @@ def test_a_hook_inside_gets_gradients_without_the_scale(mode):
     assert largest == pytest.approx(others, rel=0.02)
     torch.manual_seed(0)
     seen = []
-    trained(Hooked(seen), "fp32", steps=1)
+    trained(hooked(seen), "fp32", steps=1)
     assert seen[0].abs().max().item() == pytest.approx(largest[0], rel=0.02)

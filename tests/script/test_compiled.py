@@ -39,12 +39,13 @@ class Mixed(Block):
         return super().forward(x) @ torch.eye(16)
 
 
-def graphs():
-    """A backend that counts the graphs it is given, without the compiler's own work."""
+def counting():
+    """A backend that counts the graphs it is given, and how torch.compile takes whole ones."""
     from torch._dynamo.testing import CompileCounterWithBackend  # the compiler
 
     torch.compiler.reset()
-    return CompileCounterWithBackend("aot_eager")
+    counter = CompileCounterWithBackend("aot_eager")
+    return counter, {"backend": counter, "fullgraph": True, "dynamic": False}
 
 
 def trained(mode, compiled=None, kind=Block):
@@ -81,8 +82,7 @@ def assert_equal(found, expected):
 @pytest.mark.parametrize("mode", MODES)
 def test_a_model_is_one_graph(mode):
     """One of a step, one of an evaluation; `fullgraph` would refuse a break."""
-    counter = graphs()
-    form = {"backend": counter, "fullgraph": True, "dynamic": False}
+    counter, form = counting()
     found = trained(mode, lambda model: torch.compile(model, **form))
     assert_equal(found, trained(mode))
     assert counter.frame_count == 2
@@ -93,8 +93,7 @@ def test_a_model_is_one_graph(mode):
 @pytest.mark.parametrize("mode", ["fp16_master_scaled", "fp8_delayed"])
 def test_equal_blocks_share_a_graph(mode):
     """Also what they write is their own: statistics, the largest magnitudes of delayed scales."""
-    counter = graphs()
-    form = {"backend": counter, "fullgraph": True, "dynamic": False}
+    counter, form = counting()
 
     def compiled(model):
         for block in model[:4]:
@@ -111,8 +110,7 @@ def test_equal_blocks_share_a_graph(mode):
 @pytest.mark.parametrize("kind", [Writing, Mixed])
 def test_what_a_call_needs_help_for_is_not_compiled(kind):
     """A compiler does not see what serves it; a line says so."""
-    counter = graphs()
-    form = {"backend": counter, "fullgraph": True, "dynamic": False}
+    counter, form = counting()
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         found = trained("bf16_master", lambda model: torch.compile(model, **form), kind)

@@ -16,7 +16,8 @@ from mprun.precision import get_policy
 from mprun.prepared.containers import each_tensor
 
 from ..helpers import assert_same_bits
-from .networks import HALF_WEIGHTS, MODES, sgd
+from .loops import Forward
+from .networks import HALF_WEIGHTS, MODES, prepared, take_step
 
 EDGES = torch.randint(6, (2, 12), generator=torch.Generator().manual_seed(0))
 
@@ -125,15 +126,16 @@ class OfObject(Net):
 
 
 def trained(model, mode, call):
-    optimizer = sgd(model.parameters(), lr=0.02)
-    mprun.prepare(model, optimizer, mode)
+    _, optimizer = prepared(mode, model, lr=0.02)
     inputs = torch.randn(6, 8, generator=torch.Generator().manual_seed(1))
-    for _ in range(5):
-        optimizer.zero_grad()
+
+    def loss():
         outputs = call(model, inputs)
         assert outputs.dtype is torch.float32
-        F.cross_entropy(outputs, torch.arange(6) % 4).backward()
-        optimizer.step()
+        return F.cross_entropy(outputs, torch.arange(6) % 4)
+
+    for _ in range(5):
+        take_step(optimizer, loss)
     return [*model.parameters()]
 
 
@@ -161,17 +163,13 @@ def test_an_object_of_which_nothing_changes_stays_itself(kind):
         assert with_double.store._parent() is with_double and own.store._parent() is own
 
 
-class Policy(nn.Module):
-    """A distribution, as of reinforcement learning."""
+def mean_and_spread(model, x):
+    return model.net(x), model.spread.exp().expand(6, 4)
 
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.mean = nn.Linear(8, 4)
-        self.spread = nn.Parameter(torch.zeros(4))
 
-    def forward(self, x):
-        return Independent(Normal(self.mean(x), self.spread.exp().expand(6, 4)), 1)
+def distribution(*parts):
+    """As of reinforcement learning."""
+    return Independent(Normal(*parts), 1)
 
 
 # Its only linear layer is its output, which modes of 8 bits leave out.
@@ -179,19 +177,15 @@ class Policy(nn.Module):
 @pytest.mark.few(4)
 def test_a_distribution_is_of_fp32_with_unscaled_gradients(mode):
     """As of the mean and the spread that a model returns, from which the script makes it."""
-
-    class Parts(Policy):
-        def forward(self, x):
-            made = super().forward(x).base_dist
-            return made.loc, made.scale
-
     x, actions = torch.randn(6, 8), torch.randn(6, 4)
     found = []
-    for kind in (Policy, Parts):
-        model = kind()
-        mprun.prepare(model, optimizer := sgd(model.parameters()), mode, scaler="static")
+    for act in (lambda *given: distribution(*mean_and_spread(*given)), mean_and_spread):
+        torch.manual_seed(0)
+        spread = {"spread": lambda: nn.Parameter(torch.zeros(4))}
+        model = Forward(act, net=lambda: nn.Linear(8, 4), **spread)
+        _, optimizer = prepared(mode, model, scaler="static")
         out = model(x)
-        made = out if kind is Policy else Independent(Normal(*out), 1)
+        made = distribution(*out) if act is mean_and_spread else out
         assert made.base_dist.loc.dtype is torch.float32
         (-made.log_prob(actions).mean()).backward()
         optimizer.step()

@@ -88,17 +88,6 @@ def test_further_inputs_are_named_by_their_number():
     assert model.places.dtype is torch.int64
 
 
-def test_an_operation_that_torch_lacks_in_16_bits_is_named_with_the_cure():
-    class Spectrum(nn.Linear):
-        def forward(self, x):
-            return torch.fft.rfft(super().forward(x)).abs()
-
-    model = nn.Sequential(Spectrum(8, 8))
-    mprun.prepare(model, torch.optim.SGD(model.parameters(), 0.1), "bf16_master")
-    with pytest.raises(RuntimeError, match=r"^0: fft_rfft is not implemented .*x\.float\(\)"):
-        model(torch.randn(2, 8))
-
-
 def test_a_transform_of_torch_func_over_weights_is_refused_with_the_cure():
     model = nn.Linear(4, 2)
     mprun.prepare(model, torch.optim.SGD(model.parameters(), 0.1), "bf16_master")

@@ -6,16 +6,13 @@ from torch import nn
 import mprun
 from mprun.precision import StaticLossScale
 
+from .networks import prepared
+
 SCALE = 1024.0
 
 
-def prepared(model):
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return mprun.prepare(model, optimizer, "amp", scaler=StaticLossScale(SCALE))
-
-
 def test_what_nobody_holds_is_unscaled_in_place():
-    model, optimizer = prepared(nn.Linear(8, 4))
+    model, optimizer = prepared("amp", nn.Linear(8, 4), scaler=StaticLossScale(SCALE))
     arrived = []
     steps = mprun.state_of(optimizer)
     steps.watch_gradient(model.weight, lambda own: arrived.append(own.data_ptr()))
@@ -37,7 +34,7 @@ class Sums(nn.Module):
 
 
 def test_what_somebody_holds_keeps_its_values_and_is_unscaled_once():
-    model, optimizer = prepared(Sums())
+    model, optimizer = prepared("amp", Sums(), scaler=StaticLossScale(SCALE))
     kept = []
     mprun.state_of(optimizer).watch_gradient(model.kept, lambda own: kept.append(own.view(-1)))
     x = torch.tensor([1.0, 2.0, 3.0, 4.0])

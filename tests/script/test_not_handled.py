@@ -42,9 +42,8 @@ def own_function():
             return gradient
 
     for scale in (1.0, 8.0):
-        model, _ = prepared(
-            model=Calls(lambda self, y: Own.apply(y)), scaler=StaticLossScale(scale)
-        )
+        model = Calls(lambda self, y: Own.apply(y))
+        prepared(model=model, scaler=StaticLossScale(scale))
         model(ONES).sum().backward()
     assert [one.dtype for one in seen] == [torch.float16] * 2
     assert torch.equal(8 * seen[0], seen[1])
@@ -252,10 +251,7 @@ COMPILED = {name for name in NOT_HANDLED if name.startswith("compiles the model"
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=[pytest.mark.slow] if name in COMPILED else [])
-        for name in NOT_HANDLED
-    ],
+    [pytest.param(n, marks=[pytest.mark.slow] if n in COMPILED else []) for n in NOT_HANDLED],
 )
 def test_what_the_page_calls_not_handled_happens_as_it_says(name):
     NOT_HANDLED[name]()

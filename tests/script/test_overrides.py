@@ -6,6 +6,8 @@ import torch
 import mprun
 
 from ..precision.containers import KINDS, Shared, seen_in
+from .loops import Forward
+from .networks import prepared, take_step
 
 F32 = torch.float32
 DTYPES = {"fp32": F32, "bf16": torch.bfloat16}
@@ -13,12 +15,9 @@ DTYPES = {"fp32": F32, "bf16": torch.bfloat16}
 
 def trained(model, mode, overrides):
     """Take two steps; return the model."""
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    model, optimizer = mprun.prepare(model, optimizer, mode, overrides=overrides)
+    model, optimizer = prepared(mode, model, overrides=overrides)
     for _ in range(2):
-        optimizer.zero_grad()
-        model(torch.randn(3, 4)).square().mean().backward()
-        optimizer.step()
+        take_step(optimizer, lambda: model(torch.randn(3, 4)).square().mean())
     assert all(own.isfinite().all() for own in model.parameters())
     return model
 
@@ -48,35 +47,25 @@ def test_an_arm_of_which_overrides_leave_nothing_is_said_at_its_first_step(mode,
 
 
 def test_a_loss_in_the_model_stays_fp32_under_a_pattern_that_matches_it():
-    class WithLoss(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer, self.loss = torch.nn.Linear(4, 4), torch.nn.MSELoss()
-
-        def forward(self, x):
-            return self.layer(x)
-
-    model = mprun.prepare(WithLoss(), precision="bf16_master", overrides={"loss*": "fp32"})
+    own = Forward(lambda m, x: m.net(x), lambda: torch.nn.Linear(4, 4), loss=torch.nn.MSELoss)
+    model = mprun.prepare(own, precision="bf16_master", overrides={"loss*": "fp32"})
     targets = torch.rand(3, 4)
     outputs = model(torch.randn(3, 4))
     assert torch.equal(model.loss(outputs, targets), (outputs - targets).square().mean())
 
 
 def test_state_that_does_not_decay_is_told_once_before_the_first_step():
-    model = torch.nn.Linear(4, 4)
-    optimizer = torch.optim.AdamW(model.parameters())
     with pytest.warns(UserWarning, match="AdamW betas: bf16_naive keeps .* times 0.999 ") as told:
-        model, optimizer = mprun.prepare(model, optimizer, "bf16_naive")
+        model, optimizer = prepared("bf16_naive", torch.nn.Linear(4, 4), torch.optim.AdamW)
         for _ in range(2):
-            model(torch.randn(3, 4)).sum().backward()
-            optimizer.step()
+            take_step(optimizer, lambda: model(torch.randn(3, 4)).sum())
     assert len(told) == 1
 
 
 @pytest.mark.parametrize("mode", ["fp8_tensorwise", "fp16_master_scaled", "nvfp4", "amp"])
 def test_an_empty_first_batch_says_nothing_of_the_mode(mode):
-    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Linear(16, 2))
-    model, optimizer = mprun.prepare(model, torch.optim.SGD(model.parameters(), 0.1), mode)
+    layers = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Linear(16, 2))
+    model, optimizer = prepared(mode, layers)
     for rows in (0, 5):
         model(torch.randn(rows, 8)).sum().backward()
         optimizer.step()

@@ -1,8 +1,9 @@
-"""A probe in a script measures the same as a run of mprun measures of the same step."""
+"""Probe, explanation and advice in a script are those of a run, hold, and leave all as it was."""
 
 import copy
 from dataclasses import asdict
 from functools import partial
+from operator import attrgetter
 
 import pytest
 import torch
@@ -10,11 +11,13 @@ from torch import nn
 from torch.nn import functional as F
 
 import mprun
+from mprun.errors import BadInput
 from mprun.numerics.probe import chosen_modules
 from mprun.numerics.probing import Watched
 from mprun.numerics.replay import Steps
 
 from ..helpers import assert_same_bits
+from .loops import classified
 from .networks import SMALL, as_in_a_script, batches, loss_of, prepared, stepping
 
 first_nonfinite = pytest.importorskip("mprun.extensions.diagnosis.first_nonfinite")
@@ -24,12 +27,7 @@ find_culprit, in_words = first_nonfinite.find_culprit, first_nonfinite.in_words
 def step_in_a_script(built):
     """The first step of a built run as a script takes it, and its optimizer."""
     model, optimizer = as_in_a_script(built)
-
-    def loss():
-        images, labels = built.data.train_batch(0)
-        return F.cross_entropy(model(images), labels)
-
-    return stepping(optimizer, loss), optimizer
+    return stepping(optimizer, lambda: classified(model, *built.data.train_batch(0))), optimizer
 
 
 def test_a_criterion_that_is_a_module_is_a_part_of_the_loss():
@@ -70,12 +68,12 @@ def test_a_probe_is_equal_to_that_of_a_run(mode, build_run):
     found = mprun.probe(step, optimizer)
     own, theirs = found.learners["model"], expected.learners["model"]
     assert found.log2_loss_scale == expected.log2_loss_scale
+    measured = attrgetter("counts", "amax", "dtype", "stride")
     for kind in theirs.tensors:
-        assert own.tensors[kind].keys() == theirs.tensors[kind].keys()
-        for name, stats in theirs.tensors[kind].items():
-            mine = own.tensors[kind][name]
-            assert mine.counts == stats.counts, (kind, name)
-            assert (mine.amax, mine.dtype, mine.stride) == (stats.amax, stats.dtype, stats.stride)
+        mine, stats = own.tensors[kind], theirs.tensors[kind]
+        assert mine.keys() == stats.keys()
+        for name in stats:
+            assert measured(mine[name]) == measured(stats[name]), (kind, name)
     assert own.lost_updates == theirs.lost_updates
     assert own.applied_updates == theirs.applied_updates
     assert bool(own.applied_updates) == (mode in ("bf16_naive", "bf16_kahan"))
@@ -105,11 +103,9 @@ def test_an_explanation_is_equal_to_that_of_a_run(mode, build_run):
 def test_an_overflow_of_a_product_in_fp8_is_that_of_its_layer(mode):
     """2^70 * 2^70 * 16 is beyond BF16; casts and their scales are no values of the network."""
     model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16), nn.Linear(16, 1))
-    with torch.no_grad():
-        model[0].weight.fill_(2.0**66)
-        model[2].weight.fill_(2.0**70)
     # Without a scale all saturates at 448: the third layer, in BF16, is where it ends.
-    model[3].weight.data.fill_(2.0**120)
+    for layer, exponent in (0, 66), (2, 70), (3, 120):
+        model[layer].weight.data.fill_(2.0**exponent)
     model, optimizer = prepared(mode, model)
     step = stepping(optimizer, lambda: model(torch.ones(4, 16)).float().sum())
     found = mprun.explain(step, optimizer)
@@ -124,23 +120,23 @@ def test_an_overflow_of_a_product_in_fp8_is_that_of_its_layer(mode):
     assert first.value == pytest.approx(2.0**70, rel=0.01)
 
 
+def states(model, optimizer):
+    return model.state_dict(), optimizer.state_dict(), torch.get_rng_state()
+
+
 def test_an_explanation_names_the_module_and_puts_everything_back():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1))
     with torch.no_grad():
         for own in model.parameters():
             own.fill_(100.0)
     model, optimizer = prepared("fp16_master", model, torch.optim.Adam)
-
-    def states():
-        return model.state_dict(), optimizer.state_dict(), torch.get_rng_state()
-
-    before = copy.deepcopy(states())
+    before = copy.deepcopy(states(model, optimizer))
     step = stepping(optimizer, lambda: model(torch.full((2, 4), 50.0)).mean())
     finding = mprun.explain(step, optimizer)
     assert (finding.verdict, finding.event.module) == ("operation", "1")
     # 100 * 100 * 50 * 4 * 4 and more: beyond FP16's 65504.
     assert finding.event.dtype is torch.float16 and finding.event.would_be > 65504
-    assert_same_bits(states(), before)
+    assert_same_bits(states(model, optimizer), before)
 
 
 @pytest.mark.slow
@@ -155,9 +151,8 @@ def test_a_step_whose_gradients_all_underflow_says_so(mode):
     assert not found.reproduced
     if mode == "fp32":
         assert str(found) == "not found: the step does not fail" and zeros not in str(probe)
-        assert "; of the others in FP16: underflow 100 %" in probe.learners["model"].in_words(
-            "weight_gradients"
-        )
+        words = probe.learners["model"].in_words("weight_gradients")
+        assert "; of the others in FP16: underflow 100 %" in words
         return
     assert str(found).startswith("not found: the step does not fail, but every gradient of a ")
     assert "it trains nothing; the last that were not were at most 2^-" in str(found)
@@ -202,12 +197,82 @@ def test_the_first_step_of_all_is_explained_where_nothing_is_emulated(options):
 def test_a_healthy_step_is_not_explained():
     model, optimizer = prepared("amp")
     stream = batches(3)
-
-    def loss():
-        images, labels = next(stream)
-        return F.cross_entropy(model(images), labels)
-
-    finding = mprun.explain(stepping(optimizer, loss), optimizer, steps=3)
+    step = stepping(optimizer, lambda: classified(model, *next(stream)))
+    finding = mprun.explain(step, optimizer, steps=3)
     assert not finding.reproduced and finding.verdict == "not found"
     with pytest.raises(ValueError, match="must return the loss"):
         mprun.probe(lambda: None, optimizer)
+
+
+# `mprun.advise`
+
+
+class Scores(nn.Module):
+    """Attention whose scores, of thousands times thousands, are beyond FP16."""
+
+    def __init__(self):
+        super().__init__()
+        self.query, self.key, self.out = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 2)
+
+    def forward(self, values):
+        scores = (1000 * self.query(values)) @ (1000 * self.key(values)).mT
+        return self.out(torch.softmax(scores / 1e6, -1) @ values)
+
+
+def script(precision, seed=0, **options):
+    torch.manual_seed(seed)
+    model, optimizer = prepared(precision, Scores(), torch.optim.Adam, 1e-3, **options)
+    values = torch.randn(4, 8)
+    return model, optimizer, lambda: model(values).square().mean()
+
+
+def test_what_it_names_trains_and_everything_is_put_back():
+    model, optimizer, loss = script("fp32")
+    step = stepping(optimizer, loss)
+    before = copy.deepcopy(states(model, optimizer))
+    found = mprun.advise(step, optimizer, steps=2)
+    assert_same_bits(states(model, optimizer), before)
+    assert found.overrides == {"forward": "fp32"} and found.precision.startswith("fp16_master")
+    assert 'overrides={"forward": "fp32"}' in str(found) and "beyond FP16's 65504" in str(found)
+    for overrides, fails in ((None, True), (found.overrides, False)):
+        _, optimizer, loss = script("fp16_master", overrides=overrides)
+        assert mprun.explain(stepping(optimizer, loss), optimizer).reproduced == fails
+
+
+def test_of_several_models_each_is_named():
+    first, one, loss = script("fp32")
+    second, other, further = script("fp32", seed=1)
+
+    def step():
+        total = loss() + further()
+        total.backward()
+        for optimizer in (one, other):
+            optimizer.step()
+            optimizer.zero_grad()
+        return total
+
+    found = mprun.advise(step, {"first": one, "second": other}, steps=1)
+    kept = [own.module for own in found.found.keep_fp32]
+    assert kept == ["first: the model itself", "second: the model itself"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("of_script", ["fp32", "mxfp4", "fp8_rowwise"])
+def test_casts_of_products_are_measured(of_script):
+    torch.manual_seed(0)
+    layers = nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32), nn.Linear(32, 4)
+    model, optimizer = prepared(of_script, nn.Sequential(*layers))
+    values = torch.randn(8, 32)
+    step = stepping(optimizer, lambda: model(values).square().mean())
+    asked = "mxfp4" if of_script == "fp32" else None
+    casts = mprun.advise(step, optimizer, steps=2, precision=asked).found.casts
+    assert casts.mode == [f"precision={asked or of_script}"] and casts.steps == 2
+    assert set(casts.losses) <= {"0", "2", "3"} and "2" in casts.losses
+    product = casts.losses["2"]["output", "weight"]
+    assert 0 < product.error < 0.3 and product.nonzero >= 2 * 32 * 32
+
+
+def test_a_mode_that_is_none_is_refused():
+    _, optimizer, loss = script("fp32")
+    with pytest.raises(BadInput, match="precision"):
+        mprun.advise(stepping(optimizer, loss), optimizer, precision="fp5")

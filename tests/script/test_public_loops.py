@@ -8,10 +8,10 @@ from torch.nn import functional as F
 import mprun
 from mprun.precision import StaticLossScale, get_policy
 
-from .networks import MODES
+from .loops import Forward
+from .networks import HALF_WEIGHTS, MODES, WITHOUT_MASTERS, prepared, take_step
 
-CASTS = [mode for mode in MODES if get_policy(mode).param_dtype.itemsize == 2]  # no autocast
-MASTERS = [mode for mode in CASTS if get_policy(mode).masters == "kept"]
+MASTERS = [mode for mode in HALF_WEIGHTS if mode not in WITHOUT_MASTERS]
 FP8 = [mode for mode in MODES if get_policy(mode).matmul]
 SCALED = ["amp", "fp16_master_scaled"]
 INPUTS = torch.randn(16, 8, generator=torch.Generator().manual_seed(0))
@@ -23,10 +23,6 @@ def mlp():
     return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
 
 
-def sgd(model):
-    return torch.optim.SGD(model.parameters(), 0.1)
-
-
 def by_autograd_grad(model, optimizer, loss):
     found = torch.autograd.grad(loss, [*model.parameters()])
     for own, gradient in zip(model.parameters(), found, strict=True):
@@ -35,9 +31,8 @@ def by_autograd_grad(model, optimizer, loss):
 
 def in_place(model, optimizer, loss):
     (0.0 * loss.nan_to_num(posinf=0.0)).backward(retain_graph=True)
-    for own, gradient in zip(
-        model.parameters(), torch.autograd.grad(loss, [*model.parameters()]), strict=True
-    ):
+    found = torch.autograd.grad(loss, [*model.parameters()])
+    for own, gradient in zip(model.parameters(), found, strict=True):
         own.grad.copy_(gradient)
 
 
@@ -55,7 +50,7 @@ def task_by_task(model, optimizer, loss):
 @pytest.mark.parametrize("mode", SCALED)
 @pytest.mark.parametrize("set_gradients", [by_autograd_grad, in_place, task_by_task])
 def test_an_infinite_gradient_that_a_script_sets_by_hand_is_skipped(mode, set_gradients):
-    model, optimizer = mprun.prepare(model := mlp(), sgd(model), mode)
+    model, optimizer = prepared(mode, mlp())
     skips = []
     for step in range(3):
         optimizer.zero_grad()
@@ -72,7 +67,7 @@ def test_an_infinite_gradient_that_a_script_sets_by_hand_is_skipped(mode, set_gr
 @pytest.mark.parametrize("mode", SCALED)
 def test_a_gradient_that_is_clipped_or_cleaned_counts_as_the_pass_has_made_it(mode):
     """As EDM does: `nan_to_num` hides an overflow from whoever looks at the step."""
-    model, optimizer = mprun.prepare(model := mlp(), sgd(model), mode)
+    model, optimizer = prepared(mode, mlp())
     (F.cross_entropy(model(INPUTS), LABELS) * 1e6).backward()
     for own in model.parameters():
         torch.nan_to_num(own.grad, nan=0.0, posinf=1.0, neginf=-1.0, out=own.grad)
@@ -83,61 +78,44 @@ def test_a_gradient_that_is_clipped_or_cleaned_counts_as_the_pass_has_made_it(mo
 @pytest.mark.parametrize("mode", SCALED)
 def test_a_pass_of_a_penalty_alone_is_looked_at(mode):
     """As WGAN-GP has it, `penalty.backward()` by itself: it reaches weights past the outputs."""
-    model, optimizer = mprun.prepare(model := mlp(), sgd(model), mode)
-    skips = []
-    for _ in range(12):
-        optimizer.zero_grad()
+    model, optimizer = prepared(mode, mlp())
+
+    def penalty():
         inputs = INPUTS.clone().requires_grad_()
         (gradient,) = torch.autograd.grad(10 * model(inputs).sum(), inputs, create_graph=True)
-        (gradient.norm(dim=1) - 1).square().mean().backward()
-        optimizer.step()
+        return (gradient.norm(dim=1) - 1).square().mean()
+
+    skips = []
+    for _ in range(12):
+        take_step(optimizer, penalty)
         skips.append(mprun.state_of(optimizer).found_inf.item())
     assert skips[0] == 1 and 0 in skips
     assert all(own.isfinite().all() for own in model.parameters())
 
 
-class Episode(nn.Module):
-    """Keeps what the script makes of its outputs, as actor_critic.py of PyTorch's examples does."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.layer, self.saved = nn.Linear(8, 2), []
-
-    def forward(self, inputs):
-        return self.layer(inputs)
-
-
 @pytest.mark.parametrize("mode", SCALED)
 def test_tuples_that_a_script_keeps_in_a_list_of_the_model_are_none_of_its_outputs(mode):
+    """As actor_critic.py of PyTorch's examples keeps what it makes of them."""
     norms = []
     for scale in (1.0, 64.0):
-        model = Episode()
-        mprun.prepare(model, sgd(model), mode, scaler=StaticLossScale(scale))
+        torch.manual_seed(0)
+        model = Forward(lambda m, x: m.net(x), net=lambda: nn.Linear(8, 2), saved=list)
+        prepared(mode, model, scaler=StaticLossScale(scale))
         for row in INPUTS[:5]:
             first, second = model(row)
             model.saved.append((first, second.square()))
         sum(first + second for first, second in model.saved).backward()
-        norms.append(model.layer.weight.grad.norm().item())
+        norms.append(model.net.weight.grad.norm().item())
     # Some five roundings to 11 bits of each of five gradients.
     assert norms[0] == pytest.approx(norms[1], rel=25 * 2**-11)
 
 
-class Codebook(nn.Module):
-    """Follows its activations, which have a graph, by `.data`, and is computed from that."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.layer = nn.Linear(8, 8)
-        self.register_buffer("average", torch.ones(8))
-        self.register_buffer("codes", torch.ones(8))
-
-    def forward(self, inputs):
-        found = self.layer(inputs)
-        self.average.data.lerp_(found.float().mean(0).to(self.average), 0.01)
-        self.codes.data.copy_(self.average * 0.5)
-        return found
+def codebook(model, inputs):
+    """Follow activations, which have a graph, by `.data`, and compute from that."""
+    found = model.net(inputs)
+    model.average.data.lerp_(found.float().mean(0).to(model.average), 0.01)
+    model.codes.data.copy_(model.average * 0.5)
+    return found
 
 
 @pytest.mark.parametrize("mode", MASTERS)
@@ -145,7 +123,9 @@ def test_a_codebook_that_follows_activations_with_a_graph_moves_as_in_fp32(mode)
     """As vector-quantize-pytorch has it: 1 % a call, of which 16 bits would lose most."""
     ends = []
     for own in ("fp32", mode):
-        model = Codebook()
+        torch.manual_seed(0)
+        buffers = dict.fromkeys(("average", "codes"), lambda: torch.ones(8))
+        model = Forward(codebook, net=lambda: nn.Linear(8, 8), **buffers)
         mprun.prepare(model, precision=own)
         for _ in range(6):
             model(INPUTS)
@@ -159,7 +139,7 @@ def test_a_codebook_that_follows_activations_with_a_graph_moves_as_in_fp32(mode)
 @pytest.mark.parametrize("mode", MASTERS)
 def test_weights_loaded_by_data_between_two_first_calls_stay(mode):
     """A script that calls the model once to see its shapes, and then fills it."""
-    model, _ = mprun.prepare(model := mlp(), sgd(model), mode)
+    model, _ = prepared(mode, mlp())
     model(INPUTS)
     for own in model.parameters():
         own.data.fill_(1 / 3)
@@ -190,7 +170,7 @@ def test_a_linear_layer_with_a_forward_of_its_own_keeps_it_in_fp8(mode, kind):
     for own in ("fp32", mode):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(32, 32), kind(32, 32), nn.Linear(32, 32))
-        model, optimizer = mprun.prepare(model, sgd(model), own)
+        model, optimizer = prepared(own, model)
         found.append(model(10 * inputs))
         found[-1].square().mean().backward()
         optimizer.step()

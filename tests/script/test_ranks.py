@@ -13,26 +13,13 @@ from mprun.prepared.shards import keeps_half
 from ..distributed.test_same_bits import each_rank
 from ..shipped import IN_BLOCKS
 from .loop_outcomes import ALL, tolerance
-from .of_two_ranks import (
-    ALL_SETTINGS,
-    WITH_MASTERS,
-    WORLD,
-    WRONG,
-    Case,
-    alone,
-    be,
-)
+from .of_two_ranks import ALL_SETTINGS, WITH_MASTERS, WORLD, WRONG, Case, alone, be
 
 # The mode with the most machinery; FP32, which has none, where most can go wrong around it.
 MOST = "fp16_master_scaled"
 PLAIN = [Case(setting, "fp32") for setting in ("resumed", "sharded and resumed", "neither")]
-DRAWING = [
-    ("seeded", "bf16_stochastic"),
-    ("clipped", "bf16_kahan"),
-    ("no_sync", "nvfp4"),
-    ("resumed", "nvfp4"),
-]
-DRAWING.append(("sharded by layer", "nvfp4"))
+DRAWING = [("seeded", "bf16_stochastic"), ("clipped", "bf16_kahan")]
+DRAWING += [(setting, "nvfp4") for setting in ("no_sync", "resumed", "sharded by layer")]
 FP32_SUMS = 64 * 2**-24  # of what weights move; sums in another order
 
 

@@ -5,6 +5,7 @@ that the last cell quotes, in backticks, must come, in one line.
 """
 
 import copy
+import re
 import warnings
 from dataclasses import replace
 
@@ -16,19 +17,8 @@ import mprun
 from mprun.precision import StaticLossScale, get_policy
 from mprun.precision.muon import Muon
 
-from .page_of_prepare import (
-    BF16,
-    FP16,
-    ONES,
-    Calls,
-    call,
-    linear,
-    prepared,
-    quotes,
-    rows,
-    sgd,
-    step,
-)
+from .loops import Forward
+from .page_of_prepare import BF16, FP16, ONES, Calls, call, linear, prepared, rows, sgd, step
 
 
 def in_8_bits(state_dtype):
@@ -76,10 +66,11 @@ TO_PREPARE = {
     "a layer whose parameters do not exist yet": [
         lambda: mprun.prepare(nn.Sequential(nn.LazyLinear(4)))
     ],
-    "a `torch.jit` module": [lambda: mprun.prepare(torch.jit.trace(linear(), ONES))],
-    "parameters on `meta`, or on two devices": [
-        lambda: mprun.prepare(linear().to("meta")),
+    "a `torch.jit` module": [
+        lambda: mprun.prepare(torch.jit.trace(linear(), ONES)),
+        lambda: mprun.prepare(torch.jit.script(linear())),
     ],
+    "parameters on `meta`, or on two devices": [lambda: mprun.prepare(linear().to("meta"))],
     "models that share a module or a weight, in two calls": [
         lambda: [mprun.prepare(one) for one in sharing()]
     ],
@@ -99,26 +90,14 @@ TO_PREPARE = {
 }
 
 
-def autocast():
-    return torch.autocast("cpu", torch.bfloat16)
-
-
-def autocast_around_a_call():
-    model, _ = prepared()
-    with autocast():
-        model(ONES)
+@torch.autocast("cpu", torch.bfloat16)
+def in_autocast(function, *given):
+    return function(*given)
 
 
 def autocast_around_a_pass():
     model, _ = prepared()
-    loss = model(ONES).sum()
-    with autocast():
-        loss.backward()
-
-
-def autocast_inside(self, y):
-    with autocast():
-        return self.layer(y)
+    in_autocast(model(ONES).sum().backward)
 
 
 def tf32_later():
@@ -140,9 +119,9 @@ def grad_scaler():
     scaler.step(optimizer)
 
 
-def kept_outside(*, mode=FP16):
+def kept_outside():
     kept = []
-    model, _ = prepared(mode, Calls(lambda self, y: kept.append(y) or y))
+    model, _ = prepared(model=Calls(lambda self, y: kept.append(y) or y))
     (model(ONES).sum() + kept[0].float().sum()).backward()
 
 
@@ -184,19 +163,17 @@ def in_other_8_bits():
     optimizer.load_state_dict(in_8_bits("dynamic8"))
 
 
-class NoProducts(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(4))
-
-    def forward(self, given):
-        return given * self.weight
+def no_products():
+    ones = {"weight": lambda: nn.Parameter(torch.ones(4))}
+    step(*prepared(model=Forward(lambda m, x: x * m.weight, net=nn.Identity, **ones)))
 
 
 IN_THE_LOOP = {
-    "`torch.autocast` around a call": [autocast_around_a_call],
+    "`torch.autocast` around a call": [lambda: in_autocast(prepared()[0], ONES)],
     "`torch.autocast` around a backward pass": [autocast_around_a_pass],
-    "`torch.autocast` to another dtype inside `forward`": [lambda: call(autocast_inside)],
+    "`torch.autocast` to another dtype inside `forward`": [
+        lambda: call(lambda self, y: in_autocast(self.layer, y))
+    ],
     "TF32 switched on later": [tf32_later],
     "`step()` without a gradient": [lambda: prepared()[1].step()],
     "a `GradScaler`": [grad_scaler],
@@ -226,7 +203,7 @@ IN_THE_LOOP = {
         lambda: call(lambda self, y: torch.linalg.inv(y), torch.eye(4))
     ],
     "a second derivative through FP8 products": [second_derivative],
-    "no operation of the network runs in the mode": [lambda: step(*prepared(model=NoProducts()))],
+    "no operation of the network runs in the mode": [no_products],
     "a closure in a mode without master weights (`bf16_stochastic`)": [
         lambda: closures("bf16_stochastic")
     ],
@@ -246,6 +223,14 @@ IN_THE_LOOP = {
     ],
 }
 
+
+def quoted(title, head, name):
+    """The words that the page quotes of a line, at least some."""
+    parts = re.findall(r"`([^`]+)`", rows(title, head)[name])
+    assert parts
+    return parts
+
+
 REFUSALS = [("given to `prepare`", TO_PREPARE), ("in the loop", IN_THE_LOOP)]
 
 
@@ -254,8 +239,7 @@ REFUSALS = [("given to `prepare`", TO_PREPARE), ("in the loop", IN_THE_LOOP)]
     ("head", "name"), [(head, name) for head, table in REFUSALS for name in table]
 )
 def test_what_the_page_calls_refused_is_refused_in_the_line_that_it_quotes(head, name):
-    parts = quotes(rows("What is refused", head)[name])
-    assert parts
+    parts = quoted("What is refused", head, name)
     for act in dict(REFUSALS)[head][name]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -269,10 +253,7 @@ def test_what_the_page_calls_refused_is_refused_in_the_line_that_it_quotes(head,
 
 
 def betas():
-    model, optimizer = prepared(
-        "bf16_naive", make=lambda m: torch.optim.AdamW(m.parameters(), betas=(0.9, 0.999))
-    )
-    step(model, optimizer)
+    step(*prepared("bf16_naive", make=lambda m: torch.optim.AdamW(m.parameters())))
 
 
 def spread(*numbers):
@@ -306,8 +287,7 @@ SAID = {
 
 @pytest.mark.parametrize("name", SAID)
 def test_what_the_page_calls_said_is_said_in_the_line_that_it_quotes(name):
-    parts = quotes(rows("What is said", "the script")[name])
-    assert parts
+    parts = quoted("What is said", "the script", name)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         SAID[name]()

@@ -1,15 +1,18 @@
 """A script's run directory is one that everything takes, and says truly how it ended."""
 
-import contextlib
 import copy
 import json
 import math
 import subprocess
 import sys
+from contextlib import nullcontext
+from enum import IntEnum, StrEnum
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+import yaml
 from torch.nn import functional as F
 
 import mprun
@@ -23,7 +26,8 @@ from mprun.record.run_record import RunRecord, read_record
 from mprun.script.watched import ScriptTask
 
 from ..helpers import assert_same_bits, raises_line, refused, rows_of
-from .networks import batches, loss_of, net, prepared, stepping
+from .loops import classified
+from .networks import batches, loss_of, net, prepared, stepping, take_step
 
 
 def recorded(folder, mode="amp", seed=0, steps=30, spoil=None, end=None, lr=0.1, **options):
@@ -34,13 +38,13 @@ def recorded(folder, mode="amp", seed=0, steps=30, spoil=None, end=None, lr=0.1,
     with run:
         for step, (images, labels) in enumerate(batches(steps, size=32, seed=seed)):
             optimizer.zero_grad()
-            loss = F.cross_entropy(model(images), labels)
+            loss = classified(model, images, labels)
             loss = loss * math.inf if step + 1 == spoil else loss
             loss.backward()
             optimizer.step()
             run.step(loss)
         if end is not None:
-            raise end
+            raise end("no such file")  # anew: one that lives on would hold the model
         model.eval()
         images, labels = next(batches(1, size=64, seed=99))
         logits = model(images)
@@ -90,13 +94,9 @@ def test_the_record_says_what_was_computed(tmp_path, mode, dtype):
     """
     audit = read_record(recorded(tmp_path, mode).directory)["audit"]
     assert audit["watched"] in (5, 6) and audit["optimizers"] == ["SGD"]
-    forward, backward = (
-        audit["products"][f"forward {dtype}"],
-        audit["products"][f"backward {dtype}"],
-    )
-    assert len(audit["products"]) == 2  # nothing in another dtype
     # A convolution and two layers; backward one more for each layer, and none for the images.
-    assert (forward, backward) == (3 * 3, 5 * (audit["watched"] - 3))
+    products = {f"forward {dtype}": 3 * 3, f"backward {dtype}": 5 * (audit["watched"] - 3)}
+    assert audit["products"] == products  # nothing in another dtype
 
 
 def test_a_mode_in_a_file_of_one_s_own_is_recorded_by_its_name(tmp_path):
@@ -154,7 +154,7 @@ def test_steps_after_the_last_evaluation_are_recorded_too(tmp_path, with_block):
     model, optimizer = prepared("fp32")
     run = mprun.Run(tmp_path / "out", optimizer, config={}, seed=0, log_every=50)
     step = stepping(optimizer, lambda: loss_of(model))
-    with run if with_block else contextlib.nullcontext():
+    with run if with_block else nullcontext():
         for number in range(33):
             run.step(step())
             if number == 24:
@@ -186,29 +186,26 @@ def test_a_divergence_is_recorded_and_the_script_goes_on(tmp_path, capsys):
 
 
 def test_a_collapsed_scale_is_a_divergence(tmp_path):
-    scale = DynamicLossScale(
-        DynamicRule(2.0**60, min_scale=2.0**59, max_scale=2.0**61, max_consecutive_skips=3)
-    )
-    run = recorded(tmp_path, "amp", scaler=scale, log_every=5)
+    rule = DynamicRule(2.0**60, min_scale=2.0**59, max_scale=2.0**61, max_consecutive_skips=3)
+    run = recorded(tmp_path, "amp", scaler=DynamicLossScale(rule), log_every=5)
     assert run.status == "diverged" and "collapsed" in run.cause
 
 
 @pytest.mark.parametrize(
-    "error, status",
-    [(ValueError("no such file"), "failed"), (KeyboardInterrupt(), "preempted")],
+    "error, status", [(ValueError, "failed"), (KeyboardInterrupt, "preempted")]
 )
 def test_exceptions_are_recorded_and_go_on(tmp_path, error, status):
-    with pytest.raises(type(error)):
+    with pytest.raises(error):
         recorded(tmp_path, end=error)
     (directory,) = tmp_path.glob("amp-*")
     record = read_record(directory)
-    assert record["status"] == status and record["cause"].startswith(type(error).__name__)
+    assert record["status"] == status and record["cause"].startswith(error.__name__)
 
 
 def test_a_non_finite_evaluation_is_a_divergence(tmp_path):
     model, optimizer = prepared("fp32")
     with mprun.Run(tmp_path, optimizer, config={}, seed=0) as run:
-        run.step(stepping(optimizer, lambda: loss_of(model))())
+        run.step(take_step(optimizer, loss_of, model))
         run.evaluate(loss=math.nan)
         raise AssertionError("never reached")
     assert run.status == "diverged" and "evaluation" in run.cause
@@ -242,10 +239,9 @@ def test_what_is_wrong_is_said_in_one_line_and_nothing_written(tmp_path, options
 @pytest.mark.slow
 @pytest.mark.parametrize(("sd", "code"), [(1e-4, 0), (10.0, 3)])
 def test_a_scatter_stated_beforehand_tests_one_pair(tmp_path, capsys, sd, code):
+    told = {"margin": 0.4, "pair_sd": sd, "pair_sd_source": "my pairs"}
     for mode in ("fp32", "amp"):
-        recorded(
-            tmp_path / "out", mode, log_every=1, margin=0.4, pair_sd=sd, pair_sd_source="my pairs"
-        )
+        recorded(tmp_path / "out", mode, log_every=1, **told)
     assert main(["compare", str(tmp_path / "out"), "--no-report", "--check"]) == code
     printed = capsys.readouterr().out
     assert ("Inside 40 % at 5 %" if code == 0 else "Not shown inside 40 % if") in printed
@@ -282,8 +278,8 @@ def test_verbs_that_take_steps_say_that_only_the_script_can(tmp_path, capsys):
 def test_after_a_divergence_the_newest_copy_is_there_to_explain(tmp_path):
     model, optimizer = prepared("fp16_master")
     images, labels = next(batches(1))
-    healthy = stepping(optimizer, lambda: F.cross_entropy(model(images), labels))
-    broken = stepping(optimizer, lambda: F.cross_entropy(model(images * 1e9), labels))
+    healthy = stepping(optimizer, lambda: classified(model, images, labels))
+    broken = stepping(optimizer, lambda: classified(model, images * 1e9, labels))
     with mprun.Run(tmp_path, optimizer, config={}, seed=0, log_every=1) as run:
         for number in range(30):
             run.step(healthy() if number < 10 else broken())
@@ -303,7 +299,7 @@ def test_a_rewound_script_goes_on_with_the_same_bits(mode):
     images, labels = next(batches(1))
 
     def step(factor):
-        stepping(optimizer, lambda: F.cross_entropy(model(images * factor), labels))()
+        take_step(optimizer, classified, model, images * factor, labels)
 
     task = ScriptTask(optimizer)
     before, found = Snapshot(task, task.device), []
@@ -350,14 +346,10 @@ mprun.probe(step, optimizer)
     ],
 )
 def test_a_script_needs_no_with_block_nor_what_the_command_needs(tmp_path, end, status, code):
-    environment = {"PYTHONPATH": str(Path(mprun.__file__).parents[1]), "PATH": "/usr/bin:/bin"}
-    found = subprocess.run(
-        [sys.executable, "-c", SCRIPT + end],
-        cwd=tmp_path,
-        env=environment | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
+    own = {"PYTHONPATH": str(Path(mprun.__file__).parents[1]), "PATH": "/usr/bin:/bin"}
+    given = {"cwd": tmp_path, "env": own | {"OMP_NUM_THREADS": "1"}}
+    command = [sys.executable, "-c", SCRIPT + end]
+    found = subprocess.run(command, **given, capture_output=True, text=True)
     assert found.returncode == code, found.stderr
     record = read_record(tmp_path / "out" / "amp-s0")
     assert (record["status"], record["last_step"]) == (status, 4)
@@ -387,3 +379,32 @@ def test_names_of_metrics_and_calls_after_the_end_are_checked(tmp_path):
     for call in (lambda: run.step(1.0), lambda: run.evaluate(loss=1.0)):
         with raises_line(RuntimeError, "has ended"):
             call()
+
+
+class Kind(StrEnum):
+    LINEAR = "linear"
+
+
+class Level(IntEnum):
+    HIGH = 3
+
+
+class Word(str):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("given", "written"),
+    [
+        (Kind.LINEAR, "linear"),
+        (Level.HIGH, 3),
+        (Word("a"), "a"),
+        (np.float64(0.5), 0.5),
+        ({Word("a"): [np.float64(1.0)]}, {"a": [1.0]}),
+    ],
+)
+def test_a_value_is_written_as_what_it_stands_for(given, written, tmp_path):
+    run = mprun.Run(tmp_path, prepared("fp32")[1], config={"value": given}, seed=0)
+    run.close()
+    config = yaml.safe_load((run.directory / "config.yaml").read_text(encoding="utf-8"))
+    assert config["script"]["value"] == written

@@ -1,27 +1,25 @@
 """Losses and optimizers that are not one to one, as torch's own optimizers allow them."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 import mprun
+from mprun.precision import DynamicLossScale, DynamicRule
 from mprun.precision.loss_scale import LogMaxLossScale, LogMaxRule
 
 from ..helpers import assert_same_bits, network
-from .networks import MODES, prepared, sgd
+from .loops import classified
+from .networks import MODES, batches, loss_of, net, prepared, sgd, take_step
 
 
 def step(model, optimizers, count=5):
     torch.manual_seed(1)
     for _ in range(count):
         inputs, labels = torch.randn(16, 6), torch.randint(3, (16,))
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        loss = F.cross_entropy(model(inputs), labels)
-        loss.backward()
-        for optimizer in optimizers:
-            optimizer.step()
+        take_step(optimizers, classified, model, inputs, labels)
 
 
 @pytest.mark.parametrize("scaler", [None, "logmax"])
@@ -74,14 +72,9 @@ def test_the_largest_gradient_of_each_pass_that_a_script_clears_moves_a_scale_by
 
 
 def test_a_closure_that_overflows_lowers_a_scale_by_the_largest_gradient():
-    model = network()
-    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=2)
-    model, optimizer = mprun.prepare(
-        model,
-        optimizer,
-        "amp",
-        scaler=LogMaxLossScale(LogMaxRule(init_scale=2.0**24, log_max=14.0)),
-    )
+    scale = LogMaxLossScale(LogMaxRule(init_scale=2.0**24, log_max=14.0))
+    make = partial(torch.optim.LBFGS, max_iter=2)
+    model, optimizer = prepared("amp", network(), make, scaler=scale)
 
     def closure():
         optimizer.zero_grad()
@@ -92,7 +85,7 @@ def test_a_closure_that_overflows_lowers_a_scale_by_the_largest_gradient():
     before = model[0].weight.detach().clone()
     optimizer.step(closure)
     assert not torch.equal(model[0].weight, before)
-    assert mprun.state_of(optimizer).scale.scale < 2.0**24
+    assert scale.scale < 2.0**24
 
 
 def test_a_wrapper_that_runs_its_methods_as_its_own_shares_what_they_forget():
@@ -111,3 +104,117 @@ def test_a_wrapper_that_runs_its_methods_as_its_own_shares_what_they_forget():
     Wrapper(optimizer).zero_grad()
     with pytest.raises(RuntimeError, match="no gradients"):
         optimizer.step()
+
+
+# Optimizers that hooks step within the backward pass: the outcome is that of steps after it, by
+# torch.amp's rule for several optimizers, which the ordinary loop keeps: each skips its step for
+# its own gradients, and the scale falls once if any did.
+
+OVERFLOWS = 2  # step with a loss that is too large
+
+
+def trained(mode, hooked, parts=lambda model: [[own] for own in model.parameters()], after=()):
+    """The model, its optimizers and the scales after each of 6 steps.
+
+    parts: the parameters of each optimizer; those numbered `after` step behind the pass.
+    """
+    model = net()
+    optimizers = [torch.optim.SGD(part, 0.05, momentum=0.9) for part in parts(model)]
+    scale = DynamicLossScale(DynamicRule(2.0**20, growth_interval=3))
+    scaler = scale if mprun.precision.get_policy(mode).half_dtype is torch.float16 else None
+    mprun.prepare(model, optimizers, mode, scaler=scaler)
+    waiting = [one for n, one in enumerate(optimizers) if not hooked or n in after]
+
+    def stepping(optimizer):
+        """A hook of each parameter: the last of them steps."""
+        came, parameters = set(), optimizer.param_groups[0]["params"]
+
+        def hook(own):
+            came.add(own)
+            if len(came) == len(parameters):
+                came.clear()
+                optimizer.step()
+                optimizer.zero_grad()
+
+        for own in parameters:
+            own.register_post_accumulate_grad_hook(hook)
+
+    for optimizer in optimizers:
+        if optimizer not in waiting:
+            stepping(optimizer)
+    torch.manual_seed(3)
+    scales = []
+    for number, batch in enumerate(batches(6)):
+        (classified(model, *batch) * (1e4 if number == OVERFLOWS else 1)).backward()
+        for optimizer in waiting:
+            optimizer.step()
+            optimizer.zero_grad()
+        scales.append(float(scale.scale))
+    return model, optimizers, scales
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+def test_the_bits_are_those_of_steps_behind_the_pass(mode):
+    """With an overflow in a mode with a loss scale; BatchNorm's statistics go back with it."""
+    own, optimizers, scales = trained(mode, hooked=True)
+    plain, others, expected = trained(mode, hooked=False)
+    assert_same_bits(own.state_dict(), plain.state_dict())
+    assert scales == expected
+    for one, other in zip(optimizers, others, strict=True):
+        assert_same_bits(one.state_dict()["state"], other.state_dict()["state"])
+
+
+def halves(model):
+    body, head = [*model.body.parameters()], [*model.head.parameters()]
+    return [head, [*model.conv.parameters(), *model.norm.parameters(), *body]]
+
+
+@pytest.mark.parametrize("after", [(), (0,), (1,)])
+def test_some_step_within_it_and_others_behind_it(after):
+    mode = "fp16_master_scaled"
+    own, _, scales = trained(mode, hooked=True, parts=halves, after=after)
+    plain, _, expected = trained(mode, hooked=False, parts=halves)
+    assert_same_bits(own.state_dict(), plain.state_dict())
+    assert scales == expected and len({*scales}) > 1
+
+
+def test_only_what_overflows_is_skipped():
+    """A gradient that is infinite of its own: the other optimizer moves, the scale falls once."""
+    model = net()
+    optimizers = [torch.optim.SGD(part, 0.05) for part in halves(model)]
+    scale = DynamicLossScale(DynamicRule(4.0))
+    mprun.prepare(model, optimizers, "fp16_master_scaled", scaler=scale)
+    for optimizer in optimizers:
+        last = optimizer.param_groups[0]["params"][0]  # the first to be used, so the last to come
+        last.register_post_accumulate_grad_hook(lambda _, steps=optimizer.step: steps())
+    bad = model.head.bias
+    bad.register_hook(lambda gradient: gradient / 0)
+    before = {name: own.detach().clone() for name, own in model.named_parameters()}
+    loss_of(model).backward()
+    moved = {name for name, own in model.named_parameters() if not torch.equal(own, before[name])}
+    assert "conv.weight" in moved and not {"head.weight", "head.bias"} & moved
+    assert scale.scale == 2.0 and scale.steps_skipped == 1
+
+
+def test_a_parameter_that_gets_no_gradient_does_not_hold_the_scale_up():
+    """Its optimizer never steps; the scale still moves once a pass, never within one."""
+    model = net()
+    model.unused = torch.nn.Linear(2, 2)
+    optimizers = {own: torch.optim.SGD([own], 0.05) for own in model.parameters()}
+    scale = DynamicLossScale(DynamicRule(4.0, growth_interval=1))
+    mprun.prepare(model, [*optimizers.values()], "fp16_master_scaled", scaler=scale)
+    within = []
+    for own, optimizer in optimizers.items():
+
+        def hook(_, optimizer=optimizer):
+            optimizer.step()
+            within.append(float(scale.scale))
+
+        own.register_post_accumulate_grad_hook(hook)
+    for number, batch in enumerate(batches(3)):
+        classified(model, *batch).backward()
+        assert scale.scale == 4.0 * 2 ** (number + 1)
+        assert {*within} == {4.0 * 2**number}
+        within.clear()
+        model.zero_grad()

@@ -4,7 +4,6 @@ They are held against one module that holds both, which a script can write too.
 """
 
 import copy
-import io
 
 import pytest
 import torch
@@ -14,7 +13,8 @@ from torch.nn import functional as F
 import mprun
 
 from ..helpers import assert_same_bits, raises_line
-from .networks import MODES, sgd
+from .loops import Forward, Tied
+from .networks import MODES, reloaded, sgd, take_step
 
 INPUTS = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))
 
@@ -29,20 +29,10 @@ def one_encoder():
     return sequential(encoder), sequential(encoder)
 
 
-class Within(nn.Module):
-    """A critic that calls the actor."""
-
-    def __init__(self, actor):
-        super().__init__()
-        self.actor, self.head = actor, nn.Sequential(nn.Linear(4, 12), nn.ReLU(), nn.Linear(12, 4))
-
-    def forward(self, x):
-        return self.head(self.actor(x).relu())
-
-
 def one_within_the_other():
-    actor = sequential(nn.Linear(6, 12))
-    return actor, Within(actor)
+    """A critic that calls the actor."""
+    actor, head = sequential(nn.Linear(6, 12)), sequential(nn.Linear(4, 12))
+    return actor, Forward(lambda m, x: m.head(m.net(x).relu()), lambda: actor, head=lambda: head)
 
 
 def one_weight():
@@ -61,14 +51,17 @@ def made(kind):
 
 
 def trained(first, second, optimizers, steps=5):
+    def loss(factor):
+        own = F.cross_entropy(first(INPUTS), torch.arange(8) % 4) + second(INPUTS).square().mean()
+        return own * factor
+
     for step in range(steps):
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        loss = F.cross_entropy(first(INPUTS), torch.arange(8) % 4) + second(INPUTS).square().mean()
-        (loss * (torch.inf if step == 2 else 1.0)).backward()
-        for optimizer in optimizers:
-            optimizer.step()
+        take_step(optimizers, loss, torch.inf if step == 2 else 1.0)
     return [*first.parameters(), *second.parameters()]
+
+
+def squares_of(*models):
+    return sum(model(INPUTS).square().mean() for model in models)
 
 
 def of_both(first, second):
@@ -102,9 +95,7 @@ def test_in_fp32_it_is_the_plain_script(kind, audited):
             mprun.prepare([*models], optimizer, mode)
             mprun.state_of(optimizer).models[0].calls = 0 if audited else 100
         for _ in range(5):
-            optimizer.zero_grad()
-            sum(model(INPUTS).square().mean() for model in models).backward()
-            optimizer.step()
+            take_step(optimizer, squares_of, *models)
         found.append(of_both(*models))
     assert_same_bits(*found)
 
@@ -137,11 +128,9 @@ def test_a_teacher_that_holds_a_layer_of_its_student_is_none_that_trains(mode):
     mprun.prepare([student, teacher], optimizer, mode, scaler="none")
     kept = teacher[2].weight.detach().clone()
     for _ in range(3):
-        optimizer.zero_grad()
         with torch.no_grad():
             target = teacher(INPUTS)
-        F.mse_loss(student(INPUTS), target).backward()
-        optimizer.step()
+        take_step(optimizer, lambda wanted: F.mse_loss(student(INPUTS), wanted), target)
     assert torch.equal(teacher[2].weight, kept) and teacher[0] is student[0]
     assert F.mse_loss(student(INPUTS), target) < F.mse_loss(torch.zeros(8, 4), target) * 4
 
@@ -163,9 +152,7 @@ def test_copies_of_one_or_both_are_prepared_and_share_as_they_do(mode, kind):
     target = copy.deepcopy(second)  # as of a target network
     before = target(INPUTS).detach()
     assert_same_bits(before, second(INPUTS).detach())
-    optimizer = sgd(second.parameters())
-    second(INPUTS).square().mean().backward()
-    optimizer.step()
+    take_step(sgd(second.parameters()), squares_of, second)
     assert_same_bits(target(INPUTS).detach(), before)
     plain = copy.copy(second).__getstate__()
     assert "forward" not in plain and "__deepcopy__" not in plain
@@ -189,8 +176,6 @@ def test_two_calls_of_prepare_name_the_call_that_takes_both(mode):
     mprun.prepare(first, None, mode)
     with raises_line(ValueError, "0 is a part of a Sequential that is already prepared"):
         mprun.prepare(second, None, mode)
-    first, second = made(one_encoder)  # the cure
-    mprun.prepare([first, second], None, mode)
 
 
 @pytest.mark.parametrize("mode", ["amp", "fp16_master_scaled", "bf16_master"])
@@ -202,10 +187,8 @@ def test_a_weight_of_two_models_of_two_calls_is_skipped_for_the_overflow_of_eith
     optimizer = sgd([shared])
     assert len(mprun.state_of(optimizer).models) == 2
     for model in (first, second):
-        optimizer.zero_grad()
-        (model(INPUTS).square().mean() * torch.inf).backward()
         before = shared.detach().clone()
-        optimizer.step()
+        take_step(optimizer, lambda own: squares_of(own) * torch.inf, model)
         assert torch.equal(shared, before)
 
 
@@ -217,27 +200,11 @@ def test_a_weight_that_another_call_has_cast_names_the_call_that_takes_both(mode
         mprun.prepare(second, None, mode)
 
 
-class Tied(nn.Module):
-    """A language model's table, which is also its output layer's weight."""
-
-    def __init__(self):
-        super().__init__()
-        self.table, self.hidden = nn.Embedding(8, 4), nn.Linear(4, 4)
-        self.out = nn.Linear(4, 8, bias=False)
-        self.out.weight = self.table.weight
-
-    def forward(self, tokens):
-        return self.out(self.hidden(self.table(tokens)))
-
-
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.few(4)
 def test_a_weight_of_two_layers_is_one_in_a_copy_and_in_a_saved_model(mode):
     model = Tied()
     mprun.prepare(model, None, mode)
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    for own in (copy.deepcopy(model), torch.load(file, weights_only=False)):
-        assert own.out.weight is own.table.weight is not model.out.weight
-        assert_same_bits(own.out.weight.float(), model.out.weight.float())
+    for own in (copy.deepcopy(model), reloaded(model, weights_only=False)):
+        assert own.head.weight is own.embedding.weight is not model.head.weight
+        assert_same_bits(own.head.weight.float(), model.head.weight.float())

@@ -7,7 +7,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import mprun
@@ -19,20 +18,13 @@ from mprun.record.run_record import read_record
 from ..distributed.of_a_rank import environment_of
 from ..distributed.test_same_bits import each_rank
 from ..helpers import assert_same_bits, raises_line
-from .networks import batches, net, prepared, train
+from .loops import classified
+from .networks import batches, loss_of, net, prepared, take_step, train
 
-PAIRS = [
-    ("nvfp4", "bf16_master"),
-    ("bf16_master", "nvfp4"),
-    ("nvfp4", "fp32"),
-    ("fp32", "nvfp4"),
-    ("fp32", "fp16_master"),
-    ("amp", "fp16_master_scaled"),
-    ("fp16_master_scaled", "amp_bf16"),
-    ("fp8_delayed", "mxfp8"),
-    ("mxfp8", "fp8_delayed"),
-    ("bf16_master", "amp_bf16"),
-]
+BOTH_WAYS = [("nvfp4", "bf16_master"), ("nvfp4", "fp32"), ("fp8_delayed", "mxfp8")]
+PAIRS = [*BOTH_WAYS, *((after, before) for before, after in BOTH_WAYS)]
+PAIRS += [("fp32", "fp16_master"), ("amp", "fp16_master_scaled")]
+PAIRS += [("fp16_master_scaled", "amp_bf16"), ("bf16_master", "amp_bf16")]
 
 
 class Layers(nn.Module):
@@ -110,20 +102,17 @@ def test_a_loss_scale_goes_on_and_a_skipped_step_undoes_statistics():
     mprun.switch(model, "amp")
     before = copy.deepcopy(model.state_dict())
     scale = float(mprun.state_of(optimizer).scale.scale)
-    images, labels = next(batches(1))
-    loss = F.cross_entropy(model(images), labels) * float("inf")
-    loss.backward()
-    optimizer.step()
+    take_step(optimizer, lambda: loss_of(model) * torch.inf)
     assert_same_bits(model.state_dict(), before)
     assert float(mprun.state_of(optimizer).scale.scale) == scale / 2
 
 
 def test_state_in_eight_bits_goes_on():
     torch.manual_seed(0)
+    narrow = {"update": {"rounding": "nearest", "state_dtype": "bf16"}}
     policies = [
-        build_policy(mode, policy_values(get_policy(mode)) | {"update": narrow})
+        build_policy(mode, policy_values(get_policy(mode)) | narrow)
         for mode in ("mxfp8", "bf16_master")
-        for narrow in [{"rounding": "nearest", "state_dtype": "bf16"}]
     ]
     model, optimizer = prepared(policies[0], Layers(), make=adam, lr=0.01)
     train(model, optimizer, steps=2)
@@ -216,10 +205,7 @@ def test_a_run_records_the_switch(tmp_path):
             for step, (images, labels) in enumerate(batches(6)):
                 if step == at:
                     mprun.switch(model, "bf16_master")
-                optimizer.zero_grad()
-                loss = F.cross_entropy(model(images), labels)
-                loss.backward()
-                optimizer.step()
+                loss = take_step(optimizer, classified, model, images, labels)
                 run.step(loss)
             run.evaluate(loss=loss)
             # The copy to go back to is one of the present mode.
@@ -250,9 +236,7 @@ def be_of_two(rank, world, port, _, folder):
     for step, (images, labels) in enumerate(batches(4, seed=rank)):
         if step == 2:
             mprun.switch(called, "nvfp4")
-        optimizer.zero_grad()
-        F.cross_entropy(called(images), labels).backward()
-        optimizer.step()
+        take_step(optimizer, classified, called, images, labels)
         found.append([own.detach().clone() for own in model.parameters()])
     draws = optimizer.state_dict()["draws"]
     products = mprun.state_of(optimizer).models[0].audit.result()["products"]

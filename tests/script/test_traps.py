@@ -4,7 +4,6 @@ one line that names the cure.
 
 import copy
 import gc
-import io
 import weakref
 
 import pytest
@@ -22,18 +21,20 @@ from mprun.torch_private import dispatch_modes
 
 from ..distributed.processes import forkserver
 from ..helpers import assert_same_bits, raises_line
+from .loops import INPUTS, VECTORS, Forward, keeps_hidden
 from .networks import (
     HALF_WEIGHTS,
     MODES,
     SMALL,
     WITHOUT_MASTERS,
-    WithLoss,
     as_in_a_script,
     batches,
     loss_of,
     net,
     prepared,
+    reloaded,
     sgd,
+    take_step,
     train,
 )
 
@@ -106,6 +107,7 @@ def call_of(network, inputs):
     )
 
 
+SCALED = ["amp", "fp16_master_scaled"]
 MASTERS = [mode for mode in HALF_WEIGHTS if mode not in WITHOUT_MASTERS]
 # What is said of what a script does, and the modes in which that is refused.
 TRAPS = [
@@ -119,16 +121,12 @@ TRAPS = [
     (
         "now on cpu in torch.float64",
         ["fp32", "amp", "fp16_master"],
-        lambda m, o: m.double()(IMAGES),
+        lambda m, _: m.double()(IMAGES),
     ),
     ("now on cpu in torch.bfloat16", MASTERS, lambda m, o: (m.head.bfloat16(), m(IMAGES))),
     ("during its own call", ["fp16_master"], copy_within_a_call),
-    ("from inside a prepared model", ["amp", "fp16_master_scaled"], loss_of_a_tensor_inside),
-    (
-        "copy.copy fails for a Holder",
-        ["amp", "fp16_master_scaled"],
-        call_of(Holds, torch.ones(2, 4)),
-    ),
+    ("from inside a prepared model", SCALED, loss_of_a_tensor_inside),
+    ("copy.copy fails for a Holder", SCALED, call_of(Holds, torch.ones(2, 4))),
     (
         "copy.copy fails for a Holder, so tensors in this object would pass without a cast",
         ["fp16_naive", "bf16_master"],
@@ -234,19 +232,23 @@ def test_clipping_by_torch_is_that_of_a_run(mode, build_run):
         torch.manual_seed(index)
         optimizer.zero_grad()
         F.cross_entropy(model(images), labels).backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
-        assert norm > 0.05
+        assert nn.utils.clip_grad_norm_(model.parameters(), 0.05) > 0.05
         optimizer.step()
     assert_same_bits([*model.parameters()], [*task.learner.model.parameters()])
 
 
+def with_its_loss(model, inputs, labels):
+    """Compute the loss inside of the model, as language models do."""
+    logits = model.net(inputs)
+    model.seen.append(logits.dtype)
+    return logits, F.cross_entropy(logits, labels)
+
+
 @pytest.mark.parametrize("mode", HALF_WEIGHTS)
 def test_a_loss_inside_the_model_is_computed_in_fp32(mode):
-    torch.manual_seed(0)
-    plain = WithLoss()
-    x, labels = torch.randn(8, 8), torch.randint(4, (8,))
-    model, optimizer = prepared(mode, copy.deepcopy(plain))
-    logits, loss = model(x, labels)
+    model, optimizer = prepared(mode, Forward(with_its_loss, seen=list))
+    logits, loss = model(*VECTORS)
+    labels = VECTORS[1]
     assert model.seen[-1].itemsize == 2 and logits.dtype is loss.dtype is torch.float32
     # Of the very logits, in FP32; a loss in 16 bits would be off by its rounding.
     assert torch.equal(loss, F.cross_entropy(logits, labels))
@@ -269,8 +271,7 @@ def test_a_weight_penalty_outside_of_the_model_counts_in_fp32(mode):
 def test_weights_that_a_script_changes_are_used(mode):
     """`.data` tells nobody, in the clipping of a Wasserstein critic for instance."""
     model, optimizer = prepared(mode, nn.Linear(4, 4, bias=False))
-    model(torch.ones(2, 4)).sum().backward()
-    optimizer.step()
+    take_step(optimizer, lambda: model(torch.ones(2, 4)).sum())
     model.weight.data.fill_(0.5)
     assert torch.equal(model(torch.ones(1, 4)), torch.full((1, 4), 2.0))
     for number in range(6):  # between two calls, once nothing compares values any more
@@ -279,35 +280,18 @@ def test_weights_that_a_script_changes_are_used(mode):
         assert torch.equal(model(torch.ones(1, 4)), torch.full((1, 4), 4.0 * number))
 
 
-@pytest.mark.parametrize("mode", HALF_WEIGHTS)
-def test_a_loss_that_is_a_part_of_the_model_takes_fp32_targets(mode):
-    model = nn.Sequential(nn.Linear(4, 1))
-    model.criterion = nn.MSELoss()
-    model, _ = prepared(mode, model)
-    outputs, targets = torch.full((2, 1), 0.5), torch.full((2, 1), 1 / 3)
-    # 1/3 is off by up to 2^-12 of it in FP16.
-    assert torch.equal(model.criterion(outputs, targets), F.mse_loss(outputs, targets))
-
-
-class Codebook(nn.Module):
-    """Puts another tensor in the place of its buffer, and grows one."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-        self.register_buffer("average", torch.zeros(4))
-        self.register_buffer("rows", torch.zeros(0, 4))
-
-    def forward(self, x):
-        self.average = 0.5 * self.average + 1.0
-        self.rows = torch.cat([self.rows, x.detach()[:1]])
-        return self.layer(x) + self.average
+def codebook(model, x):
+    """Put another tensor in the place of a buffer, and let one grow."""
+    model.average = 0.5 * model.average + 1.0
+    model.rows = torch.cat([model.rows, x.detach()[:1]])
+    return model.net(x) + model.average
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.few(4)
 def test_buffers_that_a_call_replaces_go_on(mode):
-    model, _ = prepared(mode, Codebook())
+    buffers = {"average": lambda: torch.zeros(4), "rows": lambda: torch.zeros(0, 4)}
+    model, _ = prepared(mode, Forward(codebook, net=lambda: nn.Linear(4, 4), **buffers))
     for _ in range(3):
         model(torch.ones(2, 4))
     assert model.average.tolist() == [1.75] * 4 and model.rows.shape == (3, 4)
@@ -320,10 +304,7 @@ def test_a_weight_that_is_no_number_makes_a_loss_that_is_none(mode):
     model, optimizer = prepared(mode)
     with torch.no_grad():
         model.norm.weight[0] = torch.nan
-    loss = loss_of(model)
-    loss.backward()
-    optimizer.step()
-    assert loss.isnan()
+    assert take_step(optimizer, lambda: loss_of(model)).isnan()
 
 
 class Biased(nn.Module):
@@ -375,17 +356,18 @@ def test_gradients_of_weights_that_no_optimizer_holds_are_unscaled_too(mode):
     plain = copy.deepcopy(model)
     inner = torch.optim.SGD(model[1].parameters(), 1.0)
     model, optimizer = mprun.prepare(model, inner, mode)
-    (model(torch.ones(2, 4)).square().mean() * 0.1).backward()
-    (plain(torch.ones(2, 4)).square().mean() * 0.1).backward()
-    norms = [torch.nn.utils.clip_grad_norm_(own.parameters(), 1.0) for own in (model, plain)]
+    norms = []
+    for own in (model, plain):
+        (own(torch.ones(2, 4)).square().mean() * 0.1).backward()
+        norms.append(float(nn.utils.clip_grad_norm_(own.parameters(), 1.0)))
     # Some dozen roundings to BF16's 8 bits.
-    assert float(norms[0]) == pytest.approx(float(norms[1]), rel=0.05)
+    assert norms[0] == pytest.approx(norms[1], rel=0.05)
     before = model[0].weight.detach().clone()
     optimizer.step()
     assert torch.equal(model[0].weight, before) and optimizer.state_dict()
 
 
-@pytest.mark.parametrize("mode", ["amp", "fp16_master_scaled"])
+@pytest.mark.parametrize("mode", SCALED)
 @pytest.mark.parametrize("through_model", [True, False])
 def test_a_script_that_steps_only_where_gradients_are_finite_gets_to_step(mode, through_model):
     model, optimizer = prepared(mode, nn.Linear(4, 2), lr=0.001)
@@ -393,8 +375,7 @@ def test_a_script_that_steps_only_where_gradients_are_finite_gets_to_step(mode, 
     for _ in range(20):
         (model if through_model else optimizer).zero_grad()
         (model(torch.ones(2, 4)).square().sum() * 1e3).backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        if torch.isfinite(norm):
+        if nn.utils.clip_grad_norm_(model.parameters(), 1.0).isfinite():
             optimizer.step()
             taken += 1
     assert taken > 5
@@ -430,23 +411,19 @@ def test_statistics_collected_without_gradients_are_kept_by_a_skip():
     model, optimizer = prepared("amp")
     with torch.no_grad():
         model(IMAGES)
-    (loss_of(model) * float("inf")).backward()
-    optimizer.step()
+    take_step(optimizer, lambda: loss_of(model) * torch.inf)
     assert mprun.state_of(optimizer).last.found_inf == 1 and model.norm.num_batches_tracked == 1
 
 
 def test_what_cuda_cannot_compute_in_fp16_an_override_computes():
-    def parametrized():
-        model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1))
-        parametrizations.orthogonal(model[0])
-        return model
+    def step(**options):
+        model = nn.Sequential(parametrizations.orthogonal(nn.Linear(4, 8)), nn.Linear(8, 1))
+        model, optimizer = prepared("fp16_master", model, **options)
+        take_step(optimizer, lambda: model(torch.randn(2, 4)).sum())
 
-    model, _ = prepared("fp16_master", parametrized())
     with pytest.raises(NotImplementedError, match="set fp32 for its module in overrides"):
-        model(torch.randn(2, 4))
-    model, optimizer = prepared("fp16_master", parametrized(), overrides={"0": "fp32"})
-    model(torch.randn(2, 4)).sum().backward()
-    optimizer.step()
+        step()
+    step(overrides={"0": "fp32"})
 
 
 @pytest.mark.parametrize("mode", ["fp16_naive", "bf16_stochastic"])
@@ -460,8 +437,7 @@ def test_torch_func_differentiates_a_model_without_a_scale(mode):
 
 
 def test_a_layer_of_another_dtype_is_refused_at_the_next_call():
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    mprun.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), "fp16_master_scaled")
+    model, _ = prepared("fp16_master_scaled", nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))
     model[1] = nn.Linear(8, 8).half()
     with pytest.raises(RuntimeError, match="float16"):
         model(torch.ones(1, 8))
@@ -497,8 +473,7 @@ def test_an_fp32_weight_written_in_forward_is_none_of_torchs_in_place_errors(
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), Bounded(8, 4, bias=False))
     model[1].by_data = by_data
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    mprun.prepare(model, optimizer, mode, overrides=overrides)
+    _, optimizer = prepared(mode, model, overrides=overrides)
     for _ in range(3):
         optimizer.zero_grad()
         for _ in range(2):  # the second call of a step has the stand-in of the first
@@ -514,10 +489,8 @@ def leaves_torch_as_it_was():
     before = torch.autograd._engine_run_backward
 
     def train(mode):
-        model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 2))
-        _, optimizer = mprun.prepare(model, torch.optim.SGD(model.parameters(), 0.1), mode)
-        model(torch.ones(1, 16)).sum().backward()
-        optimizer.step()
+        model, optimizer = prepared(mode, nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 2)))
+        take_step(optimizer, lambda: model(torch.ones(1, 16)).sum())
         assert torch.autograd._engine_run_backward is not before
 
     # Both draw random bits: what is left of the first goes while the second is made.
@@ -536,28 +509,15 @@ def test_torch_is_as_it_was_once_the_last_model_is_gone():
     assert process.exitcode == 0
 
 
-class Keeping(nn.Module):
-    """Keep an activation in an attribute."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 2)
-
-    def forward(self, inputs):
-        self.kept = self.first(inputs)
-        return self.second(self.kept)
-
-
 @pytest.mark.parametrize("mode", ["fp32", "amp", "fp16_master_scaled", "bf16_stochastic"])
 def test_a_dropped_model_goes_though_nothing_was_propagated_and_its_loss_can_be(mode):
-    inputs = torch.randn(3, 4)
     gradients = []
     for drops in (False, True):
         torch.manual_seed(0)
-        model, optimizer = prepared(mode, Keeping())
-        model(inputs)
-        loss = model(inputs).square().mean()
-        weight, gone = model.first.weight, weakref.ref(model)
+        model, optimizer = prepared(mode, Forward(keeps_hidden))  # in an attribute
+        model(INPUTS)
+        loss = model(INPUTS).square().mean()
+        weight, gone = model.net[0].weight, weakref.ref(model)
         if drops:
             del model, optimizer
             gc.collect()
@@ -616,10 +576,8 @@ def test_what_scripts_a_model_is_told_to_script_the_saved_one(mode):
     model, _ = prepared(mode, nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
     with raises_line(AttributeError, "torch.jit.script", "torch.save"):
         torch.jit.script(model)
-    torch.save(model, file := io.BytesIO())
-    file.seek(0)
     with torch.no_grad():
-        scripted = torch.jit.script(torch.load(file, weights_only=False))
+        scripted = torch.jit.script(reloaded(model, weights_only=False))
         assert torch.equal(scripted(torch.ones(2, 4)), model.eval()(torch.ones(2, 4)))
 
 
@@ -630,10 +588,8 @@ def test_16_bit_weights_are_exported_by_the_plain_model_that_loads():
     for export in (torch.export.export, torch.jit.trace):
         with raises_line(RuntimeError, "save the model"):
             export(model, (IMAGES,))
-    torch.save(model, file := io.BytesIO())
-    file.seek(0)
     with torch.no_grad():
-        program = torch.export.export(torch.load(file, weights_only=False), (IMAGES,))
+        program = torch.export.export(reloaded(model, weights_only=False), (IMAGES,))
         assert torch.equal(program.module()(IMAGES), model(IMAGES))
 
 
@@ -672,10 +628,8 @@ def test_a_wrapper_steps_through_the_optimizer_that_it_wraps(mode):
     assert losses[0] == pytest.approx(losses[1], rel=0.05)  # some roundings to 11 bits a step
     assert mprun.state_of(wrapper).optimizer is wrapper._base_optimizer
     before = [own.detach().clone() for own in model.parameters()]
-    wrapper.zero_grad()
-    (loss_of(model) * torch.inf).backward()
     slow = {own: one.clone() for own, one in wrapper.slow.items()}
-    wrapper.step()
+    take_step(wrapper, lambda: loss_of(model) * torch.inf)
     for own, was in zip(model.parameters(), before, strict=True):
         assert torch.equal(own, slow[own] + 0.5 * (was - slow[own]))
     assert "loss_scale" in wrapper.state_dict()

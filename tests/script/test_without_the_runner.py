@@ -77,7 +77,6 @@ def test_it_records_and_compares(alone, tmp_path):
         for checkout in (alone, ROOT)
     )
     assert "config" in more and not {"config", "training"} & set(parts)
-    rows, expected = (
-        {row["label"]: row for row in found["groups"][0]["modes"]} for found in (own, whole)
-    )
+    groups = own["groups"][0], whole["groups"][0]
+    rows, expected = ({row["label"]: row for row in group["modes"]} for group in groups)
     assert rows == expected and len(rows) == 2

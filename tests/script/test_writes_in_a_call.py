@@ -1,19 +1,18 @@
 """Writes of a model to its weights and buffers within `forward` are computed in FP32."""
 
 import copy
-import json
 
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 import mprun
 from mprun.precision import get_policy
 from mprun.prepared.writes import Writes
 
-from ..helpers import assert_same_bits
-from .networks import MODES, WITHOUT_MASTERS, batches, net, prepared, train
+from ..helpers import assert_same_bits, record_of
+from .loops import classified
+from .networks import MODES, WITHOUT_MASTERS, batches, net, prepared, take_step, train
 
 WITH_MASTERS = [mode for mode in MODES if mode not in WITHOUT_MASTERS]
 MOMENTUM = 0.999
@@ -79,12 +78,10 @@ def followed(model, optimizer, run, steps=5):
     """The key network as FP32 alone computes it, from the query network's weights."""
     expected = [own.detach().clone() for own in model.key.parameters()]
     for images, labels in batches(steps):
-        optimizer.zero_grad()
         with torch.no_grad():
             for own, other in zip(expected, model.query.parameters(), strict=True):
                 model.follow(own, other.detach())
-        F.cross_entropy(model(images), labels).backward()
-        optimizer.step()
+        take_step(optimizer, classified, model, images, labels)
         run.step(0.0)
     return expected
 
@@ -99,9 +96,8 @@ def test_a_momentum_network_moves_as_in_fp32(mode, follow, tmp_path):
     model, optimizer = mprun.prepare(model, optimizer, mode)
     with mprun.Run(tmp_path, optimizer, config={}, seed=0) as run:
         expected = followed(model, optimizer, run)
-    for own, other in zip(model.key.parameters(), expected, strict=True):
-        assert torch.equal(own, other)
-    written = json.loads((run.directory / "run.json").read_text())["audit"]["written_in_a_call"]
+    assert all(map(torch.equal, model.key.parameters(), expected))
+    written = record_of(run.directory)["audit"]["written_in_a_call"]
     names = {f"key.{name}" for name, _ in model.key.named_parameters()}
     casts = get_policy(mode).param_dtype is not torch.float32  # else they are written themselves
     assert {*written} == (names if casts else {*written} & names)
@@ -177,16 +173,17 @@ class Quantised(nn.Linear):
 def test_activations_are_computed_once(mode):
     """A mode computes with 16 bits as it likes; nothing else ends a call."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Flatten(), Quantised(25, 4))
-    model, optimizer = mprun.prepare(model, torch.optim.SGD(model.parameters(), 0.1), mode)
+    model, optimizer = prepared(mode, nn.Sequential(nn.Flatten(), Quantised(25, 4)))
     images, labels = next(batches(1))
     for _ in range(4):
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(images), labels)
-        loss.backward()
-        optimizer.step()
+        loss = take_step(optimizer, classified, model, images, labels)
     largest = images.to(get_policy(mode).param_dtype).max().float()
     assert torch.equal(model[1].high.float(), largest) and loss.isfinite()
+
+
+def versions(model):
+    """How often each weight was written to, as autograd counts."""
+    return torch.tensor([own._version for own in model.parameters()])
 
 
 @pytest.mark.parametrize("kind", [Normalised, Forced, Limited, Clamped, Averaged])
@@ -197,17 +194,13 @@ def test_a_layer_that_changes_its_own_weight_does_it_in_fp32(mode, kind):
     torch.manual_seed(0)
     model = nn.Sequential(kind(25, 4), nn.LayerNorm(4))
     plain = copy.deepcopy(model)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    model, optimizer = mprun.prepare(model, optimizer, mode)
+    model, optimizer = prepared(mode, model)
     images, labels = next(batches(1))
-    before = [own._version for own in model.parameters()]
-    as_plain = [own._version for own in plain.parameters()]
-    loss = F.cross_entropy(model(images.flatten(1)), labels)
+    before, as_plain = versions(model), versions(plain)
+    loss = classified(model, images.flatten(1), labels)
     plain(images.flatten(1))
     assert_same_bits(model.state_dict(), plain.state_dict())
-    versions = zip(model.parameters(), before, plain.parameters(), as_plain, strict=True)
-    for own, n, other, m in versions:
-        assert own._version - n == other._version - m
+    assert (versions(model) - before).equal(versions(plain) - as_plain)
     loss.backward()
     optimizer.step()
     assert all(own.isfinite().all() for own in model.parameters())

@@ -104,10 +104,8 @@ def prepare_in_every_form() -> None:
 def look(precision: str) -> None:
     """Probe a step, ask what the optimizer did, explain a step that fails."""
     model = Net()
-    scale = DynamicLossScale()
-    model, optimizer = mprun.prepare(
-        model, SGD(model.parameters(), lr=0.1), precision, scaler=scale
-    )
+    plain, scale = SGD(model.parameters(), lr=0.1), DynamicLossScale()
+    model, optimizer = mprun.prepare(model, plain, precision, scaler=scale)
 
     def step(factor: float = 1.0) -> Tensor:
         optimizer.zero_grad()
