@@ -1,35 +1,30 @@
-"""Logs that other tools' own libraries write, each installed or not, and faults planted in them.
+"""Logs that other tools' own libraries write, each installed or not.
 
-Trainers train, on a loss that is the wanted value whatever the weights are. Logs of Keras, Hugging
-Face and TensorBoard are damaged, or get a second attempt, as it happens to users.
+Trainers train, on a loss that is the wanted value whatever the weights are.
 """
 
 import contextlib
-import gzip
 import importlib.util
 import io
 import os
-import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
+from unittest import mock
 
 import numpy as np
 import torch
-
-from mprun.errors import MprunError
-from mprun.extensions.logs.log_formats import read_logs
 
 Values = Sequence[float]
 STEPS = 20
 
 
-def curve(shift: float, seed: int) -> list[float]:
+def curve() -> list[float]:
     """Return a falling loss, float64 [STEPS], with noise of 0.05 %."""
-    noise = np.random.default_rng([int(1e4 * shift), seed]).standard_normal(STEPS)
-    values = (2 + 1 / np.arange(1, STEPS + 1)) * (1 + shift) * (1 + 0.0005 * noise)
-    return [float(value) for value in values]
+    noise = np.random.default_rng(0).standard_normal(STEPS)
+    return ((2 + 1 / np.arange(1, STEPS + 1)) * (1 + 0.0005 * noise)).tolist()
 
 
 class Tool(NamedTuple):
@@ -61,7 +56,7 @@ def torch_events(folder: Path, values: Values) -> Path:
     return folder
 
 
-def lightning(folder: Path, values: Values, logger: str) -> None:
+def lightning(folder: Path, values: Values, logger: str) -> Path:
     from lightning import pytorch as lightning
     from lightning.pytorch import loggers
 
@@ -90,20 +85,11 @@ def lightning(folder: Path, values: Values, logger: str) -> None:
         logger=kinds[logger](str(folder), name="", version=""),
     )  # fmt: skip
     trainer.fit(Module().double(), loader, loader)
+    return folder / "metrics.csv" if logger == "csv" else folder
 
 
-def lightning_csv(folder: Path, values: Values) -> Path:
-    lightning(folder, values, "csv")
-    return folder / "metrics.csv"
-
-
-def lightning_events(folder: Path, values: Values) -> Path:
-    lightning(folder, values, "events")
-    return folder
-
-
-def hugging_face(folder: Path, values: Values) -> str:
-    """Train with the Trainer, save its state; return what it prints."""
+def hugging_face(folder: Path, values: Values, name: str) -> Path:
+    """Train with the Trainer; name: of its state, or of a file of what it prints."""
     from transformers import Trainer, TrainingArguments
 
     arguments = TrainingArguments(
@@ -117,21 +103,11 @@ def hugging_face(folder: Path, values: Values) -> str:
         trainer._get_train_sampler = lambda *_: None  # in the order of the data
         trainer.train()
     trainer.save_state()
-    return printed.getvalue()
+    (folder / "train.log").write_text(printed.getvalue(), encoding="utf-8")
+    return folder / name
 
 
-def hugging_face_state(folder: Path, values: Values) -> Path:
-    hugging_face(folder, values)
-    return folder / "trainer_state.json"
-
-
-def hugging_face_printed(folder: Path, values: Values) -> Path:
-    path = folder / "train.log"
-    path.write_text(hugging_face(folder, values), encoding="utf-8")
-    return path
-
-
-def keras_csv(folder: Path, values: Values, append: bool = False) -> Path:
+def keras_csv(folder: Path, values: Values) -> Path:
     import keras
 
     path = folder / "training.csv"
@@ -139,7 +115,7 @@ def keras_csv(folder: Path, values: Values, append: bool = False) -> Path:
     model.compile(loss=lambda wanted, got: wanted + 0 * got, optimizer="sgd")
     # An epoch has one batch, whose target is the value.
     batches = ((np.ones((1, 1)), np.full((1, 1), value)) for value in values)
-    logger = keras.callbacks.CSVLogger(str(path), append=append)
+    logger = keras.callbacks.CSVLogger(str(path))
     model.fit(
         batches, steps_per_epoch=1, epochs=len(values), callbacks=[logger], verbose=0, shuffle=False
     )
@@ -199,10 +175,12 @@ def pandas_csv(folder: Path, values: Values) -> Path:
 
 TOOLS = {
     "tensorboard": Tool("tensorboard", torch_events, "train/loss"),
-    "lightning": Tool("lightning", lightning_csv, "train_loss"),
-    "lightning_events": Tool("lightning", lightning_events, "train_loss"),
-    "transformers": Tool("transformers", hugging_face_state),
-    "transformers_printed": Tool("transformers", hugging_face_printed, error=5e-4),
+    "lightning": Tool("lightning", partial(lightning, logger="csv"), "train_loss"),
+    "lightning_events": Tool("lightning", partial(lightning, logger="events"), "train_loss"),
+    "transformers": Tool("transformers", partial(hugging_face, name="trainer_state.json")),
+    "transformers_printed": Tool(
+        "transformers", partial(hugging_face, name="train.log"), error=5e-4
+    ),
     "keras": Tool("keras", keras_csv),
     "mlflow": Tool("mlflow", mlflow_files),
     "wandb": Tool("wandb", wandb_offline),
@@ -218,118 +196,12 @@ def missing(name: str) -> str:
     return "" if importlib.util.find_spec(module) else f"{module} is not installed"
 
 
-@contextlib.contextmanager
-def quietly() -> Iterator[None]:
-    """Keep libraries from the network and their words from the terminal."""
-    given = {
-        "KERAS_BACKEND": "torch", "WANDB_MODE": "offline", "HF_HUB_OFFLINE": "1",
-        "MLFLOW_ALLOW_FILE_STORE": "true", "TQDM_DISABLE": "1", "YOLO_OFFLINE": "true",
-    }  # fmt: skip
-    before = {name: os.environ.get(name) for name in given}
-    os.environ.update(given)
-    try:
-        with contextlib.redirect_stderr(io.StringIO()):
-            yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-
-
 def written(name: str, folder: Path, values: Values) -> Path:
     """Return the path of a run that a tool's library logs into a new folder."""
     folder.mkdir(parents=True)
-    with quietly():
+    quiet = {
+        "KERAS_BACKEND": "torch", "WANDB_MODE": "offline", "HF_HUB_OFFLINE": "1",
+        "MLFLOW_ALLOW_FILE_STORE": "true", "TQDM_DISABLE": "1", "YOLO_OFFLINE": "true",
+    }  # fmt: skip
+    with mock.patch.dict(os.environ, quiet), contextlib.redirect_stderr(io.StringIO()):
         return TOOLS[name].write(folder, values)
-
-
-class Case(NamedTuple):
-    """A log with a fault: what was done to it, and what the refusal or the note must say."""
-
-    tool: str
-    what: str
-    change: Callable[[Path], Path]  # of a log of the values 2 + 1 / step
-    said: str
-    refused: bool = True
-
-
-def edited(change: Callable[[str], str], name: str = "") -> Callable[[Path], Path]:
-    """Return a change of a file's text."""
-
-    def made(path: Path) -> Path:
-        new = path.with_name(name) if name else path
-        new.write_text(change(path.read_text(encoding="utf-8")), encoding="utf-8")
-        return new
-
-    return made
-
-
-def appended(path: Path) -> Path:
-    """Let Keras' own CSVLogger append a second attempt."""
-    with quietly():
-        return keras_csv(path.parent, curve(0.1, 9), append=True)
-
-
-def second_writer(path: Path) -> Path:
-    return torch_events(path, curve(0.1, 9))
-
-
-def cut(path: Path) -> Path:
-    [file] = [file for file in path.iterdir() if "tfevents" in file.name]
-    file.write_bytes(file.read_bytes()[:-20])
-    return path
-
-
-def resumed(path: Path) -> Path:
-    from torch.utils.tensorboard import SummaryWriter
-
-    with SummaryWriter(str(path)) as writer:
-        for step in range(15, 25):
-            writer.add_scalar("train/loss", 1.5 + 1 / step, step)
-    return path
-
-
-def twice_named(text: str) -> str:
-    return "".join(f"{line},{line.split(',')[1]}\n" for line in text.splitlines())
-
-
-def blank_end(text: str) -> str:
-    lines = text.splitlines()
-    return "\n".join([*lines[:-4], *(re.sub(",.*", ",", line) for line in lines[-4:])]) + "\n"
-
-
-def gzipped(path: Path) -> Path:
-    new = path.with_name(path.name + ".gz")
-    new.write_bytes(gzip.compress(path.read_bytes())[:-12])
-    return new
-
-
-CASES = (
-    Case("keras", "a second attempt appended (append=True)", appended, "line 22: begins again"),
-    Case("keras", "two columns of one name", edited(twice_named), "line 1: 2 columns are called"),
-    Case("keras", "no values in the last four rows", edited(blank_end), "line 18: from here to"),
-    Case("keras", "cut in the last number", edited(lambda text: text[:-6]),
-         "line 21 does not end", refused=False),
-    Case("keras", "a gzip archive that is cut", gzipped, "not a complete gzip archive"),
-    Case("keras", "decimal and delimiting commas", edited(lambda text: text.replace(".", ",")),
-         "cells, the header has"),
-    Case("transformers_printed", "cut in the last dictionary",
-         edited(lambda text: text.rpartition("{'train_runtime")[0].rstrip()[:-9]),
-         "line 20 does not end", refused=False),
-    Case("tensorboard", "a second attempt in the folder", second_writer, "21: begins again"),
-    Case("tensorboard", "resumed at step 15 of 20", resumed, "goes back to step 15 after 20",
-         refused=False),
-    Case("tensorboard", "cut in the last record", cut, "ends within a record", refused=False),
-)  # fmt: skip
-
-
-def told(case: Case, folder: Path) -> tuple[bool, str]:
-    """Return whether a faulty log is refused, and the refusal or the notes."""
-    path = written(case.tool, folder, [2 + 1 / step for step in range(1, STEPS + 1)])
-    try:
-        [log] = read_logs(case.change(path), TOOLS[case.tool].scalar)
-    except MprunError as error:
-        return True, str(error)
-    return False, "; ".join(log.notes)

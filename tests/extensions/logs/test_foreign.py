@@ -24,17 +24,14 @@ from ...helpers import raises_line, refused
 def write_events(folder, curves, as_tensors=False):
     """curves: tag -> list of (step, value), as torch (or, as tensors, TensorFlow 2) writes them."""
     writer = EventFileWriter(str(folder))
+    plugin = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="scalars"))
     for tag, points in curves.items():
         for step, value in points:
+            content = {"simple_value": value}
             if as_tensors:
-                plugin = SummaryMetadata.PluginData(plugin_name="scalars")
-                item = Summary.Value(
-                    tag=tag,
-                    metadata=SummaryMetadata(plugin_data=plugin),
-                    tensor=TensorProto(dtype=1, float_val=[value], tensor_shape={}),
-                )
-            else:
-                item = Summary.Value(tag=tag, simple_value=value)
+                tensor = TensorProto(dtype=1, float_val=[value], tensor_shape={})
+                content = {"metadata": plugin, "tensor": tensor}
+            item = Summary.Value(tag=tag, **content)
             writer.add_event(Event(step=step, wall_time=step, summary=Summary(value=[item])))
     writer.close()
     return folder
@@ -133,9 +130,8 @@ def test_a_missing_scalar_lists_what_there_is(tmp_path):
     with raises_line(BadInput, told + "did you mean 'train/metric3'?"):
         load_foreign(specs(fp32=events, amp=events), "train/metricc3")
     log = write_csv(tmp_path / "a.csv", "step,loss,lr\n1,2,3\n")
-    with raises_line(
-        BadInput, "--scalar losss: no such column; there are loss, lr; did you mean 'loss'"
-    ):
+    told = "--scalar losss: no such column; there are loss, lr; did you mean 'loss'"
+    with raises_line(BadInput, told):
         load_foreign(specs(fp32=log, amp=log), "losss")
 
 
@@ -235,51 +231,32 @@ def test_seeds_pair_logs_where_every_run_names_its_own(tmp_path):
     base = ",".join(f"seed{n}:{path}" for n, path in enumerate(named.split(",")))
     group, found = arms([f"fp32={base}", f"amp={given}"], "loss")
     assert group.by_seed and [run.seed for run in found["amp"].runs] == [7, 8, 9]
+    fewer, equal = plain.rpartition(",")[0], given.replace("seed8", "seed7")
     for words, paired, reason in (
-        ([f"fp32={named}", f"amp={plain.rpartition(',')[0]}"], True, "fp32 has 3, amp has 2"),
+        ([f"fp32={named}", f"amp={fewer}"], True, "fp32 has 3, amp has 2"),
         ([f"fp32=seed1:{tmp_path / 'a'}", f"amp={given}"], False, "contains 3 runs"),
-        (
-            [f"fp32={base}", f"amp={given.replace('seed8', 'seed7')}"],
-            False,
-            "two runs have the same seed",
-        ),
+        ([f"fp32={base}", f"amp={equal}"], False, "two runs have the same seed"),
     ):
         with raises_line(BadInput, reason):
             load_foreign(words, "loss", paired=paired)
 
 
 @pytest.mark.parametrize(
-    ("scalar", "words", "base", "own", "reason"),
+    ("words", "base", "own", "reason"),
     [
-        (
-            "accuracy",
-            ["--higher-is-better", "--margin", "1"],
-            (0.76, 0.761, 0.759),
-            (0.10, 0.101, 0.099),
-            ["--margin 1: an absolute margin must be below 0.38, half of the mean"],
-        ),
-        (
-            "top1",
-            ["--margin", "0.4"],
-            (76, 76.1, 75.9),
-            (70.8, 70.9, 70.7),
-            ["its direction is unknown"],
-        ),
-        ("val/score", [], SIX, SIX, ["--lower-is-better"]),
-        ("kl", [], AROUND_0, AROUND_0, ["0.0004, which 5 runs cannot distinguish", "--absolute"]),
-        ("loss", ["--margin", "2", "--absolute"], SIX, SIX, ["must be below 0.502, half of the"]),
-        (
-            "loss",
-            ["--lower-is-better", "--higher-is-better"],
-            SIX,
-            SIX,
-            ["give only one of the two"],
-        ),
+        ("accuracy --higher-is-better --margin 1", (0.76, 0.761, 0.759), (0.10, 0.101, 0.099),
+         ["--margin 1: an absolute margin must be below 0.38, half of the mean"]),
+        ("top1 --margin 0.4", (76, 76.1, 75.9), (70.8, 70.9, 70.7), ["its direction is unknown"]),
+        ("val/score", SIX, SIX, ["--lower-is-better"]),
+        ("kl", AROUND_0, AROUND_0, ["0.0004, which 5 runs cannot distinguish", "--absolute"]),
+        ("loss --margin 2 --absolute", SIX, SIX, ["must be below 0.502, half of the"]),
+        ("loss --lower-is-better --higher-is-better", SIX, SIX, ["give only one of the two"]),
     ],
-)
-def test_units_and_directions_are_asked_for(tmp_path, capsys, scalar, words, base, own, reason):
+)  # fmt: skip
+def test_units_and_directions_are_asked_for(tmp_path, capsys, words, base, own, reason):
+    scalar, *options = words.split()
     told = ["--scalar", scalar, *final_values(tmp_path, scalar, fp32=base, amp=own)]
-    refused(capsys, "compare", "--no-report", *told, *words, says=reason)
+    refused(capsys, "compare", "--no-report", *told, *options, says=reason)
 
 
 @pytest.mark.slow
@@ -342,9 +319,8 @@ def test_curves_of_both_labels_that_are_equal_are_told(tmp_path, capsys):
     own = [write_csv(tmp_path / f"b{n}.csv", path.read_text()) for n, path in enumerate(base)]
     own[0] = curve(tmp_path / "b.csv", 2.0)
     notes = verdict(capsys, *specs(fp32=base, amp=own), check=True)["group"]["notes"]
-    assert any(
-        note.startswith("2 of 3 runs of amp are runs of fp32, bit for bit") for note in notes
-    )
+    told = "2 of 3 runs of amp are runs of fp32, bit for bit"
+    assert any(note.startswith(told) for note in notes)
 
 
 def test_several_runs_in_one_log_are_refused(tmp_path):
@@ -353,12 +329,16 @@ def test_several_runs_in_one_log_are_refused(tmp_path):
         write_events(tmp_path / "a", {"loss": [(step, value + 1 / step) for step in (1, 2, 3)]})
         write_events(tmp_path / "b", {"loss": [(step, 2 + 1 / step) for step in (1, 2, 3)]})
     other = curve(tmp_path / "c.csv", 2.0)
-    with raises_line(
-        BadInput, "a: value 4: begins again, at step 1 after 3: there may be a second run"
-    ):
+    told = "a: value 4: begins again, at step 1 after 3: there may be a second run"
+    with raises_line(BadInput, told):
         load_foreign(specs(fp32=other, amp=tmp_path / "a"), "loss")
-    group, _ = arms(specs(fp32=other, amp=tmp_path / "b"), "loss")
-    assert any("3 steps written twice" in note for note in group.notes)
+    for steps in (range(1, 21), range(15, 25)):
+        write_events(
+            tmp_path / "c", {"loss": [(step, 2 + 1 / (step + len(steps))) for step in steps]}
+        )
+    for name, told in (("b", "3 steps written twice"), ("c", "goes back to step 15 after 20")):
+        group, _ = arms(specs(fp32=other, amp=tmp_path / name), "loss")
+        assert any(told in note for note in group.notes)
 
 
 def test_runs_that_ended_with_the_same_value_are_told(tmp_path, capsys):
@@ -396,9 +376,8 @@ def test_a_divergence_begins_where_the_values_end(tmp_path, capsys):
     lines[40:] = [f"{step},nan" for step in range(40, 101)]
     paths["b"][1].write_text("\n".join(lines) + "\n")
     row = verdict(capsys, *specs(fp32=paths["a"], amp=paths["b"]))
-    assert row["verdict"]["sentence"].startswith(
-        "diverged in 1 of 3 runs (first at step 40: non-finite loss)"
-    )
+    told = "diverged in 1 of 3 runs (first at step 40: non-finite loss)"
+    assert row["verdict"]["sentence"].startswith(told)
     row = verdict(capsys, *specs(fp32=paths["b"], amp=paths["a"]))
     assert "FP32 itself diverged in 1 of 3 runs (first at step 40" in row["verdict"]["sentence"]
     assert any("cut them off if they only fill the log up" in n for n in row["group"]["notes"])
@@ -417,12 +396,12 @@ def test_nan_between_the_values_of_a_sparse_column_only_fills_it(tmp_path):
 
 
 def test_a_short_log_shortens_the_comparison_and_fails_the_check(tmp_path, capsys):
-    words = []
-    for label in ("fp32", "amp"):
-        ends = (100, 100, 60 if label == "amp" else 100)
-        paths = [curve(tmp_path / f"{label}{n}.csv", 2.0, end) for n, end in enumerate(ends)]
-        words += specs(**{label: paths})
-    row = verdict(capsys, *words)
+    ends = {"fp32": (100, 100, 100), "amp": (100, 100, 60)}
+    paths = {
+        label: [curve(tmp_path / f"{label}{n}.csv", 2.0, end) for n, end in enumerate(own)]
+        for label, own in ends.items()
+    }
+    row = verdict(capsys, *specs(**paths))
     assert row["verdict"]["name"] == "matches" and row["outcomes"][0]["value"] > 2.01  # 1 / 60
     [left] = row["verdict"]["left_out"]
     assert left == (
@@ -545,16 +524,8 @@ def test_logs_of_other_intervals_are_not_averaged_over_other_stretches(
 @pytest.mark.slow
 def test_what_was_averaged_and_whose_margin_it_is_are_told(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    logs = csv_logs(tmp_path, "one", 20), csv_logs(tmp_path, "other", 20)  # 50 values each
-    words = [
-        "--scalar",
-        "loss",
-        "--paired",
-        f"fp32={logs[0]}",
-        f"amp={logs[1]}",
-        "--margin",
-        "0.005",
-    ]
+    base, own = csv_logs(tmp_path, "one", 20), csv_logs(tmp_path, "other", 20)  # 50 values each
+    words = ["--scalar", "loss", "--paired", f"fp32={base}", f"amp={own}", "--margin", "0.005"]
     found = compared(capsys, *words)
     [group] = found["groups"]
     assert group["judged_steps"] == [920, 940, 960, 980, 1000] and group["window"] == 5
@@ -570,13 +541,10 @@ def test_what_was_averaged_and_whose_margin_it_is_are_told(tmp_path, monkeypatch
 
 def test_a_failed_check_ends_with_its_reason(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    words = [
-        f"{label}={csv_logs(tmp_path, label, every)}"
-        for label, every in (("fp32", 10), ("amp", 15))
-    ]
+    logs = [f"fp32={csv_logs(tmp_path, 'fp32', 10)}", f"amp={csv_logs(tmp_path, 'amp', 15)}"]
     for path in tmp_path.glob("amp*.csv"):  # ends early
         path.write_text("\n".join(path.read_text().split("\n")[:40]) + "\n")
-    words = ["compare", "--scalar", "loss", "--paired", "--no-report", *words]
+    words = ["compare", "--scalar", "loss", "--paired", "--no-report", *logs]
     assert main(words) == 0 and "--check" not in capsys.readouterr().out
     assert main([*words, "--check"]) == 3
     last = capsys.readouterr().out.splitlines()[-1]
