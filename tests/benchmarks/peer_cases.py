@@ -28,32 +28,17 @@ TOKENS = (
     "data.sequence_length=8",
     "data.train_tokens=200",  # three batches an epoch: the state starts anew within a test
 )
-LSTM = ("model=lstm_lm", "model.embedding_size=32", "model.hidden_size=32", *TOKENS)
+SIZES = ("data.image_size=32", "data.batch_size=8")
 MODELS = {
     "classification": (
-        "model=custom",
-        "model.factory=peer_network:cnn",
-        *IMAGES,
-        "data.image_size=16",
-        "data.batch_size=32",
-        "data.train_size=128",
-        "optim.weight_decay=0.0005",
+        *("model=custom", "model.factory=peer_network:cnn", "optim.weight_decay=0.0005"),
+        *(*IMAGES, "data.image_size=16", "data.batch_size=32", "data.train_size=128"),
     ),
-    "reconstruction": (
-        "model=conv_autoencoder",
-        "model.width=4",
-        "data.image_size=32",
-        "data.batch_size=8",
-    ),
-    "language_model": LSTM,
+    "reconstruction": ("model=conv_autoencoder", "model.width=4", *SIZES),
+    "language_model": ("model=lstm_lm", "model.embedding_size=32", "model.hidden_size=32", *TOKENS),
     "gan": (
-        "model=dcgan",
-        "model.generator_width=8",
-        "model.discriminator_width=8",
-        *IMAGES,
-        "data.image_size=32",
-        "data.value_range=tanh",
-        "data.batch_size=8",
+        *("model=dcgan", "model.generator_width=8", "model.discriminator_width=8"),
+        *(*IMAGES, *SIZES, "data.value_range=tanh"),
     ),
 }
 

@@ -1,5 +1,6 @@
 """Distances in ulp by hand, rounding against numpy, and the emulation against its references."""
 
+import itertools
 import json
 import math
 
@@ -60,14 +61,12 @@ def test_distances_by_hand(ulp, dtype, a, b, expected):
 
 def test_every_float16_is_one_step_from_its_neighbour(ulp):
     """All 2 * 31744 finite values and infinities in order, by numpy's own nextafter."""
-    start, end = np.float16(-np.inf), np.float16(np.inf)
-    values = [start]
+    values, end = [np.float16(-np.inf)], np.float16(np.inf)
     with np.errstate(over="ignore"):
         while values[-1] < end:
             values.append(np.nextafter(values[-1], end))
     ordered = torch.from_numpy(np.array(values))
-    steps = ulp.ulp_distance(ordered[1:], ordered[:-1])
-    assert steps.eq(1).all()
+    assert ulp.ulp_distance(ordered[1:], ordered[:-1]).eq(1).all()
     assert len(values) == 2 * 31 * 1024 + 1
 
 
@@ -108,9 +107,8 @@ def test_rounding_is_done_once(ulp):
     large = torch.tensor([65519.99, 65520.0, 1e300, INF, -INF], dtype=F64)
     assert ulp.correctly_rounded(large, F16).tolist() == [65504, INF, INF, INF, -INF]
     assert ulp.correctly_rounded(torch.tensor([NAN], dtype=F64), F16).isnan().all()
-    assert ulp.correctly_rounded(torch.tensor([1 + 2.0**-8 + 2.0**-50], dtype=F64), BF16) == (
-        1 + 2.0**-7
-    )
+    above = torch.tensor([1 + 2.0**-8 + 2.0**-50], dtype=F64)
+    assert ulp.correctly_rounded(above, BF16) == 1 + 2.0**-7
 
 
 def test_rounding_agrees_with_numpy_on_random_values(ulp):
@@ -149,19 +147,17 @@ def test_products_are_rounded_once(comparison, operations, dtype):
         assert row.emulation_error < ONE_ROUNDING[dtype], row
         # 64-bit sums round to another neighbour where the FP32 sum lies beside a tie. On small
         # tensors one element is a large share.
-        assert row.emulation.elements - row.emulation.equal <= 0.01 * row.emulation.elements + 1, (
-            row
-        )
+        elements = row.emulation.elements
+        assert elements - row.emulation.equal <= 0.01 * elements + 1, row
         assert row.reference is None and row.between == row.emulation
 
 
 def test_native_and_emulated_agree_where_nothing_is_rerouted(comparison, operations):
-    for operation in operations:
-        if operation.name in ("relu", "max_pool 3x3 s2"):
-            for magnitude in comparison.MAGNITUDES:
-                for row in comparison.compare(operation, F16, magnitude, "native"):
-                    if operation.name == "relu" or row.result == "output":
-                        assert row.between.equal == row.between.elements, row
+    chosen = [one for one in operations if one.name in ("relu", "max_pool 3x3 s2")]
+    for operation, magnitude in itertools.product(chosen, comparison.MAGNITUDES):
+        for row in comparison.compare(operation, F16, magnitude, "native"):
+            if operation.name == "relu" or row.result == "output":
+                assert row.between.equal == row.between.elements, row
 
 
 def test_native_half_sums_are_told_from_emulated_ones(comparison, operations):

@@ -75,20 +75,19 @@ def test_a_fused_optimizer_s_skips_are_counted_without_waiting(make_peer):
 def test_the_equality_check_accuses_nobody(make_peer, mode):
     name = "loop" if mode in ("fp32", "tf32") else "amp"
     device, kind = torch.device("cuda"), "classification"
+
+    def watched(peer, *overrides):
+        return watched_steps(make_peer(kind, mode, peer, *overrides, device="cuda"), device)
+
     case = Case(kind, MODELS[kind], mode, name)
-    own = watched_steps(make_peer(kind, mode, name, device="cuda"), torch.device("cuda"))
-    reference = trial_of(case, own, sensitivity(case, device))
+    reference = trial_of(case, watched(name), sensitivity(case, device))
     others = [
-        trial_of(
-            Case(kind, (), mode, other),
-            watched_steps(make_peer(kind, mode, other, device="cuda"), torch.device("cuda")),
-        )
+        trial_of(Case(kind, (), mode, other), watched(other))
         for other in PEERS
         if other != name and available(other, mode, kind, device) is None
     ]
     verdicts = compare(reference, others)
     assert [(v.name, v.reason) for v in verdicts if not v.ok] == []
     wrong = Case(kind, (*MODELS[kind], "optim.lr=0.0202"), mode, "wrong")
-    peer = make_peer(kind, mode, name, "optim.lr=0.0202", device="cuda")
-    (verdict,) = compare(reference, [trial_of(wrong, watched_steps(peer, torch.device("cuda")))])
+    (verdict,) = compare(reference, [trial_of(wrong, watched(name, "optim.lr=0.0202"))])
     assert not verdict.ok

@@ -143,10 +143,9 @@ def test_exit_codes(ended, rows, code):
     assert exit_code({"ended": ended, "rows": plain}) == code
 
 
-def bench(*arguments, **more) -> subprocess.Popen:
-    command = [sys.executable, "-m", "mprun", "bench", *arguments]
-    pipe = subprocess.PIPE
-    return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, **more)
+def bench(*arguments) -> subprocess.Popen:
+    command, pipe = [sys.executable, "-m", "mprun", "bench", *arguments], subprocess.PIPE
+    return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True)
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 import json
 import threading
 import time
+from itertools import chain, repeat
 
 import pytest
 import torch
@@ -99,12 +100,8 @@ def windows_of(monkeypatch):
     """Let windows take step times as given, the last one for ever."""
 
     def set_times(*seconds: float):
-        times = list(seconds)
-
-        def window(contender, device, steps):
-            step_s = times.pop(0) if len(times) > 1 else times[0]
-            return {"seconds": step_s * steps}
-
+        times = chain(seconds, repeat(seconds[-1]))
+        window = lambda contender, device, steps: {"seconds": next(times) * steps}  # noqa: E731
         monkeypatch.setattr(measure, "window", window)
 
     return set_times
@@ -210,9 +207,8 @@ def test_the_time_split_adds_up_and_leaves_the_objects_alone():
     finally:
         ends.set()
         other.join()
-    assert sum(found[name] for name in ("data", "forward", "backward", "update")) == pytest.approx(
-        found["step"]
-    )
+    parts = sum(found[name] for name in ("data", "forward", "backward", "update"))
+    assert parts == pytest.approx(found["step"])
     assert all(found[name] > 0 for name in ("forward", "backward", "update"))
     assert "step" not in vars(learner) and torch.Tensor.backward is backward
     assert "train_batch" not in vars(own.built.data)

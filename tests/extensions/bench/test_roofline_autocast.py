@@ -10,6 +10,8 @@ from mprun.extensions.bench.roofline.cuda_kernels import cuda_kernels
 from mprun.extensions.bench.roofline.shape_only import weightless
 from mprun.precision.autocast import cuda_lists
 
+from ...helpers import assert_same_bits
+
 # Of torch's documentation, "CUDA Op-Specific Behavior".
 IN_16_BITS = {
     "linear": lambda t: F.linear(t(4, 8), t(3, 8)),
@@ -44,17 +46,13 @@ UNCHANGED = {
     "sigmoid": lambda t: t(4).half().sigmoid(),
     "cat": lambda t: torch.cat([t(4).half(), t(4).half()]),
 }
-EXPECTED = {
-    **{name: (make, torch.float16) for name, make in {**IN_16_BITS, **UNCHANGED}.items()},
-    **{name: (make, torch.float32) for name, make in {**IN_FP32, **WIDEST}.items()},
-}
-
-
-WANTED = {name: dtype for name, (_, dtype) in EXPECTED.items()}
+WANTED = dict.fromkeys(IN_16_BITS | UNCHANGED, torch.float16)
+WANTED |= dict.fromkeys(IN_FP32 | WIDEST, torch.float32)
 
 
 def dtypes(tensor):
-    return {name: make(tensor).dtype for name, (make, _) in EXPECTED.items()}
+    every = IN_16_BITS | UNCHANGED | IN_FP32 | WIDEST
+    return {name: make(tensor).dtype for name, make in every.items()}
 
 
 def test_an_operation_computes_in_the_dtype_of_cudas_lists():
@@ -99,7 +97,4 @@ def test_torch_is_as_before_afterwards():
     before = results()
     with cuda_kernels(lambda *_: None), weightless():
         F.dropout(torch.empty(4), 0.5)
-    after = results()
-    assert before[0] == after[0]
-    assert torch.equal(before[1], after[1])
-    assert torch.equal(before[2], after[2])
+    assert_same_bits(results(), before)

@@ -31,8 +31,7 @@ def test_json_by_mode(capsys):
     found = json.loads(capsys.readouterr().out)
     assert list(found["modes"]) == ["tf32", "fp32"]
     assert found["samples_per_step"] == 4 * 20
-    tf32 = found["modes"]["tf32"]
-    fp32 = found["modes"]["fp32"]
+    tf32, fp32 = found["modes"].values()
     assert tf32["speedup_limit"]["fp32"] == tf32["eager"] / fp32["eager"]
     assert fp32["memory"]["total"] == sum(v for k, v in fp32["memory"].items() if k != "total")
 
@@ -84,10 +83,7 @@ def test_modes_that_a_gpu_lacks_are_left_out_with_the_reason(capsys):
         (["--ranks", "8", "--link", "25gb"], "did you mean '25gbe'?"),
         (["--ranks", "8", "--link", "0"], "--link 0: unknown"),
         (["--ranks", "8", "--link", "nan"], "GB/s of a GPU from 0.01 to 10000"),
-        (
-            ["--ranks", "8", "--link", "1", "--top"],
-            "--top 10: is not allowed together with --ranks",
-        ),
+        (["--ranks=8", "--link=1", "--top"], "--top 10: is not allowed together with --ranks"),
         *((["--top", top], f"--top {top}: must be a number from 1 to 100") for top in ("0", "101")),
         (["--top=-1"], "--top -1: must be a number from 1 to 100"),
         (["--top=many"], "--top many: must be a number from 1 to 100"),

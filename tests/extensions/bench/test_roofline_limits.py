@@ -4,45 +4,26 @@ import pytest
 import torch
 from torch import nn
 
-from mprun.extensions.bench.roofline.count import Counted, count
-from mprun.extensions.bench.roofline.limits import (
-    GPUS,
-    RECIPES,
-    Ceilings,
-    ceilings_of,
-    limit,
-    why_not,
-)
+from mprun.extensions.bench.roofline.count import count
+from mprun.extensions.bench.roofline.limits import GPUS, RECIPES, ceilings_of, limit, why_not
 from mprun.extensions.bench.roofline.operations import OperationCosts
-from mprun.extensions.bench.roofline.shape_only import SavedTensors, StepMemory, weightless
+from mprun.extensions.bench.roofline.shape_only import SavedTensors, weightless
 from mprun.precision import get_policy
 
-TOY = Ceilings("toy", "made up", {"fp16": 100.0, "fp32": 10.0}, 50.0, 1e9, 0.5, 2.0)
-
-
-def counted(*rows):
-    memory = StepMemory(1, 2, 3, 4, 5)
-    policy = get_policy("fp16_master")
-    return Counted("toy", "toy", policy, (), rows, 8, "image", 7, 7, "fused", memory, 0.0)
+from .roofline_rows import TOY, made_up
 
 
 def test_each_row_takes_the_longer_of_products_and_traffic():
-    found = limit(
-        counted(
-            OperationCosts(
-                "product", "forward", "fp16", 400, 100, least_bytes=100
-            ),  # 4 s of products, 2 s of traffic
-            OperationCosts(
-                "product", "backward", "fp32", 10, 100, least_bytes=75
-            ),  # 1 s and 2 s, of which 1.5 s are left
-            OperationCosts(
-                "relu", "forward", "", 0, 50, launches=3, folded_bytes=0
-            ),  # 1 s, folded 0
-            OperationCosts("add", "forward", "", 0, 100, folded_bytes=50),  # 2 s, folded 1
-            OperationCosts("update", "update", "", 0, 50, least_bytes=50),  # 1 s
-        ),
-        TOY,
+    rows = (
+        # 4 s of products, 2 s of traffic
+        OperationCosts("product", "forward", "fp16", 400, 100, least_bytes=100),
+        # 1 s and 2 s, of which 1.5 s are left
+        OperationCosts("product", "backward", "fp32", 10, 100, least_bytes=75),
+        OperationCosts("relu", "forward", "", 0, 50, launches=3, folded_bytes=0),  # 1 s, folded 0
+        OperationCosts("add", "forward", "", 0, 100, folded_bytes=50),  # 2 s, folded 1
+        OperationCosts("update", "update", "", 0, 50, least_bytes=50),  # 1 s
     )
+    found = limit(made_up(*rows), TOY)
     assert found["step_s"] == 10
     assert found["eager"] == 8 / 10
     assert found["fused"] == 8 / (4 + 2 + 0 + 1 + 1)
@@ -53,7 +34,7 @@ def test_each_row_takes_the_longer_of_products_and_traffic():
     assert found["memory_bound_share"] == 0.6
     assert found["launches"] == 7
     assert (found["graph_launches"], found["eager_launches"]) == (8 / 3.5, 8 / 14)
-    assert limit(counted(OperationCosts("product", "forward", "fp16", 1, 1)), TOY)["fused"] is None
+    assert limit(made_up(OperationCosts("product", "forward", "fp16", 1, 1)), TOY)["fused"] is None
     first = found["kinds"][0]
     assert (first["kind"], first["phase"]) == ("product", "forward")
     assert (first["seconds"], first["share"]) == (4, 0.4)
@@ -90,6 +71,7 @@ def test_saved_tensors_count_once_and_while_they_are_held():
 
 SMALL = ("optim=sgd_alexnet", "data=synthetic_images", "data.batch_size=2")
 ALEXNET = ("model=alexnet", "data.image_size=64", *SMALL)
+PUBLISHED = ("model=alexnet_2012", "data.image_size=224", "data.num_classes=1000", *SMALL)
 
 
 @pytest.mark.slow
@@ -103,8 +85,7 @@ def test_accumulation_keeps_one_micro_batch_at_a_time():
 
 @pytest.mark.slow
 def test_memory_of_masters_and_state():
-    published = ("model=alexnet_2012", "data.image_size=224", "data.num_classes=1000")
-    found = count((*published, *SMALL), "fp16_master_scaled")
+    found = count(PUBLISHED, "fp16_master_scaled")
     weights = found.parameters
     assert found.memory.parameters == found.memory.optimizer == 4 * weights
     assert found.memory.copies == 2 * weights and found.memory.gradients == 4 * weights
@@ -135,8 +116,7 @@ WIDEN, CAST = 2 + 4, 4 + 2
 )
 def test_recipes_are_what_a_step_moves(mode, recipe, passes):
     """Large layers are used, whose weights hide other casts; the write of each gradient counts."""
-    model = ("model=alexnet_2012", "data.image_size=224", "data.num_classes=1000")
-    found = count((*model, *SMALL), mode)
+    found = count(PUBLISHED, mode)
     for kind, size in passes.items():
         named = (row.bytes for row in found.rows if row.kind == kind)
         rows = [size for size in named if size > 7 * 10**6]

@@ -2,8 +2,8 @@
 
 import pytest
 
-from mprun.extensions.bench.roofline.count import Counted, count
-from mprun.extensions.bench.roofline.limits import GPUS, Ceilings, limits
+from mprun.extensions.bench.roofline.count import count
+from mprun.extensions.bench.roofline.limits import GPUS, limits
 from mprun.extensions.bench.roofline.operations import OperationCosts
 from mprun.extensions.bench.roofline.ranks import (
     LINKS,
@@ -17,10 +17,9 @@ from mprun.extensions.bench.roofline.ranks import (
     ring_s,
     transfer_s,
 )
-from mprun.extensions.bench.roofline.shape_only import StepMemory
-from mprun.precision import get_policy
 
-TOY = Ceilings("toy", "made up", {"fp16": 100.0, "fp32": 10.0}, 50.0, 1e9, 0.5, 2.0)
+from .roofline_rows import TOY, made_up
+
 # Nodes of 2 GPUs; 100 bytes/s within one, 10 between them, half a second a hop.
 SLOW = Link("slow", "made up", 2, 100.0, 10.0, 0.5)
 
@@ -85,9 +84,7 @@ def step(**more):
         OperationCosts("product", "backward", "fp16", 400, 100),  # 4 s
         OperationCosts("update", "update", "", 0, 100),  # 2 s
     )
-    memory, policy = StepMemory(1, 2, 3, 4, 5), get_policy("fp16_master")
-    counted = ("toy", "toy", policy, (), rows, 8, "image", 250, 250, "fused", memory, 0.0)
-    return Counted(*counted, bucket_bytes=250, **more)
+    return made_up(*rows, parameters=250, bucket_bytes=250, **more)
 
 
 def rows_of(counted, ranks, link=SLOW):

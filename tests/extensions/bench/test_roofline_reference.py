@@ -17,19 +17,13 @@ from mprun.extensions.bench.roofline.limits import GPUS, limit
 from mprun.models.classifiers import AlexNet2012
 
 IMAGENET = ("data=synthetic_images", "data.image_size=224", "data.num_classes=1000")
+WORDS = ("data=synthetic_tokens", "data.vocab_size=793472", "data.sequence_length=20")
 MODELS = {
     "resnet50": ("model=resnet50", "optim=sgd", *IMAGENET, "data.batch_size=256"),
     "alexnet": ("model=alexnet", "optim=sgd_alexnet", *IMAGENET, "data.batch_size=1024"),
     "alexnet_2012": ("model=alexnet_2012", "optim=sgd_alexnet", *IMAGENET, "data.batch_size=1024"),
     "dcgan": ("model=dcgan", "data.image_size=64", "data.batch_size=128"),
-    "biglstm": (
-        "model=biglstm",
-        "model.vocab_size=793472",
-        "data=synthetic_tokens",
-        "data.vocab_size=793472",
-        "data.sequence_length=20",
-        "data.batch_size=256",
-    ),
+    "biglstm": ("model=biglstm", "model.vocab_size=793472", *WORDS, "data.batch_size=256"),
 }
 # The reference gives inputs in the mode's dtype, and does not see that ATen adds the bias of a
 # convolution, and sums its gradient, in kernels of their own.

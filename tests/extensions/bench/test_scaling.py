@@ -50,8 +50,7 @@ def test_a_table(model, tmp_path):
         assert samples == pytest.approx(per_rank * row["world"], rel=1e-9)
     assert one["exposed_ms"] == 0
     text = (tmp_path / "out" / "scaling.md").read_text()
-    assert text.count("\n") == 4
-    assert "| efficiency |" in text
+    assert text.count("\n") == 4 and "| efficiency |" in text
 
 
 @pytest.mark.parametrize("more", ["--plain", "--end-to-end", "devices=99"])
