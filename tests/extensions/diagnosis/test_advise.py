@@ -26,8 +26,9 @@ from mprun.numerics.probe_record import (
     TensorStats,
 )
 
-from ...helpers import ONE_CORE, TINY_GPT, record_of, refused, run
+from ...helpers import ONE_CORE, TINY_AUTOENCODER, TINY_GPT, record_of, refused, run
 from ...numerics.small_runs import SMALL, as_json
+from .planted import NETWORKS
 
 PLAIN = SimpleNamespace(optim=SimpleNamespace(name="sgd", eps=None))
 LEAVES = ("features.conv", "features.norm", "features.pool", "middle", "output")
@@ -42,11 +43,19 @@ def powers(exponents: dict[int, int], zeros: int = 0) -> TensorStats:
     """A tensor of powers of two: exponent -> how many."""
     counts = {str(exponent): count for exponent, count in exponents.items()}
     content = {"zeros": zeros, "inf": 0, "nan": 0, "classes": [counts, {}, {}, {}]}
-    return TensorStats(ExponentCounts.from_json(content), 2.0 ** max(exponents), "fp32")
+    return TensorStats(
+        ExponentCounts.from_json(content), 2.0 ** max(exponents, default=-math.inf), "fp32"
+    )
 
 
-def probe(step=1, *, scale=0.0, skipped=False, lost=None, **tensors) -> ProbeRecord:
-    learner = LearnerProbe(("loss_scale",), tensors, lost or {})
+def reaching(largest: float) -> TensorStats:
+    """A tensor of which only the largest magnitude is known."""
+    return TensorStats(ExponentCounts(), largest, "fp32")
+
+
+def probe(step=1, *, scale=0.0, skipped=False, lost=None, more=None, **tensors) -> ProbeRecord:
+    """more: arguments of `LearnerProbe`."""
+    learner = LearnerProbe(("loss_scale",), tensors, lost or {}, **(more or {}))
     return ProbeRecord(step, skipped, {"loss_scale": scale}, {"model": learner})
 
 
@@ -97,10 +106,8 @@ def test_where_no_scale_is_enough_it_says_so():
     assert not scales.fits
     assert found.loss_scaling.kinds[0].lost_recommended == 0.5
     text = "\n".join(as_text(found))
-    assert (
-        "no static scale loses at most 0.1 %" in text
-        and "50 % of activation gradients still underflow" in text
-    )
+    assert "no static scale loses at most 0.1 %" in text
+    assert "50 % of activation gradients still underflow" in text
 
 
 def test_gradients_that_overflow_unscaled_get_a_scale_below_1():
@@ -112,9 +119,7 @@ def test_gradients_that_overflow_unscaled_get_a_scale_below_1():
 
 
 def test_all_zero_gradients_say_nothing():
-    content = {"zeros": 5, "inf": 0, "nan": 0, "classes": [{}, {}, {}, {}]}
-    zeros = TensorStats(ExponentCounts.from_json(content), 0.0, "fp32")
-    found = advice_from(probe(activation_gradients={"middle": zeros}))
+    found = advice_from(probe(activation_gradients={"middle": powers({}, zeros=5)}))
     assert found.loss_scaling.range is None and not found.loss_scaling.needed
     lines = as_text(found)
     assert lines[0] == "FP16 needs perhaps master weights and perhaps a loss scale"
@@ -178,10 +183,8 @@ def test_weights_that_were_16_bits_wide_are_judged_by_what_they_took():
     zeros = {"middle": LostUpdates(total=3000, zero=2900)}
 
     def judged(applied, lost=None):
-        took = {"middle": AppliedUpdates(applied, 4.0)}
-        learner = LearnerProbe(("loss_scale",), GRADIENTS, lost or {}, applied_updates=took)
-        record = ProbeRecord(1, False, {"loss_scale": 0.0}, {"model": learner})
-        found = advice_from(record)
+        took = {"applied_updates": {"middle": AppliedUpdates(applied, 4.0)}}
+        found = advice_from(probe(lost=lost, more=took, **GRADIENTS))
         return found.master_weights.needed, "\n".join(as_text(found))
 
     needed, text = judged(1.0, zeros)
@@ -193,8 +196,7 @@ def test_weights_that_were_16_bits_wide_are_judged_by_what_they_took():
 
 
 def test_values_beyond_fp16_are_kept_in_fp32_with_what_reads_them():
-    large = TensorStats(ExponentCounts(), 70000.0, "fp32")
-    fine = TensorStats(ExponentCounts(), 16000.0, "fp32")
+    large, fine = reaching(70000.0), reaching(16000.0)
     found = advice_from(probe(activations={"features.conv": large, "features.pool": fine}))
     [one] = found.keep_fp32
     assert (one.module, one.patterns, one.needs_amp) == ("features.conv", ("features",), False)
@@ -204,8 +206,7 @@ def test_values_beyond_fp16_are_kept_in_fp32_with_what_reads_them():
     [one] = advice_from(probe(activations={"middle": large})).keep_fp32
     assert (one.patterns, one.needs_amp) == (("middle", "output"), True)
     # 16384 * 4 is beyond 65504, 16000 * 4 is not.
-    close = TensorStats(ExponentCounts(), 16384.0, "fp32")
-    [one] = advice_from(probe(activations={"output": close, "middle": fine})).keep_fp32
+    [one] = advice_from(probe(activations={"output": reaching(16384.0), "middle": fine})).keep_fp32
     assert (one.patterns, one.needs_amp) == (("output",), True)
     assert "within 4 times" in one.reason
     [one] = advice_from(probe(weights={"middle": large})).keep_fp32
@@ -219,8 +220,8 @@ def test_values_beyond_fp16_are_kept_in_fp32_with_what_reads_them():
 
 def test_what_breaks_fp16_naive_alone():
     adam = SimpleNamespace(optim=SimpleNamespace(name="adam", eps=1e-8))
-    wide = {"features.conv": TensorStats(ExponentCounts(), 300.0, "fp32")}
-    eps, variance = advice_from(probe(activations=wide), config=adam).notes
+    wide = probe(activations={"features.conv": reaching(300.0)})
+    eps, variance = advice_from(wide, config=adam).notes
     assert "eps=1e-08 of adam is 0 in FP16" in eps
     assert "features.norm may overflow in the variance: its input reaches 300" in variance
     larger = SimpleNamespace(optim=SimpleNamespace(name="adam", eps=2.0**-24))
@@ -228,8 +229,8 @@ def test_what_breaks_fp16_naive_alone():
 
 
 def test_the_advice_is_plain_data():
-    nan = TensorStats(ExponentCounts(), math.nan, "fp32")
-    found = plain(advice_from(probe(activations={"middle": nan}, **GRADIENTS)).as_dict())
+    nan = probe(activations={"middle": reaching(math.nan)}, **GRADIENTS)
+    found = plain(advice_from(nan).as_dict())
     text = json.dumps(found, allow_nan=False)
     assert json.loads(text) == found
     assert found["loss_scaling"]["range"]["top"] == 23
@@ -267,8 +268,8 @@ def test_scaled_gradients_shift_the_scale_by_the_same_power(tmp_path, capsys, mo
         assert f"scaler.scale={2.0 ** (plain['recommended'] + k):.17g}" in found[k]["static"]
 
 
-AUTOENCODER = [*ONE_CORE, "model=conv_autoencoder", "data.image_size=32", "data.batch_size=8"]
-AUTOENCODER += ["model.width=8", "optim=sgd_plain", "optim.lr=1e-12", "train.steps=6"]
+AUTOENCODER = [*TINY_AUTOENCODER, "model.width=8", "optim=sgd_plain", "optim.lr=1e-12"]
+AUTOENCODER += ["train.steps=6"]
 
 
 @pytest.mark.slow
@@ -406,14 +407,14 @@ def test_on_the_quickstart_the_advised_scale_matches_fp32(tmp_path, capsys):
     found = advised(capsys, *words, f"output_dir='{tmp_path / 'advise'}'")
     assert found["master_weights"]["needed"]
     losses = {}
-    modes = {"fp32": ["precision=fp32"], "advised": found["static"], "scale 1": found["unscaled"]}
+    modes = {"fp32": ["precision=fp32"], "static": found["static"], "unscaled": found["unscaled"]}
     for name, mode in modes.items():
-        path = tmp_path / name.replace(" ", "")
-        assert run(path, *words, *mode) == 0
-        losses[name] = record_of(path)["final"]["loss"]
-        assert record_of(path)["skipped"] == 0
-    assert losses["advised"] == pytest.approx(losses["fp32"], rel=0.01)
-    assert losses["scale 1"] > losses["advised"] - 0.01 * losses["fp32"]
+        assert run(tmp_path / name, *words, *mode) == 0
+        record = record_of(tmp_path / name)
+        losses[name] = record["final"]["loss"]
+        assert record["skipped"] == 0
+    assert losses["static"] == pytest.approx(losses["fp32"], rel=0.01)
+    assert losses["unscaled"] > losses["static"] - 0.01 * losses["fp32"]
 
 
 @pytest.mark.slow
@@ -442,10 +443,7 @@ def between(*rows, reach=None, **tensors) -> ProbeRecord:
         Place(phase, module, operation): OperationStats(powers({exponent: 8}), divisor)
         for phase, module, operation, exponent, divisor in rows
     }
-    learner = LearnerProbe(
-        ("loss_scale",), GRADIENTS | tensors, operations=found, reach=reach or {}
-    )
-    return ProbeRecord(1, False, {"loss_scale": 0.0}, {"model": learner})
+    return probe(more={"operations": found, "reach": reach or {}}, **GRADIENTS | tensors)
 
 
 def advice_between(record, narrow=None):
@@ -494,10 +492,8 @@ def test_an_operation_is_named_with_the_smallest_part_and_larger_ones(row, reaso
 def test_what_fp16_holds_needs_no_override(row):
     found, without = advice_between(between(row)), advice_between(probe(**GRADIENTS))
     assert found.as_dict() == without.as_dict()
-    assert [one.overrides[-1] for one in found.candidates][2:] == [
-        "precision=amp",
-        "precision=bf16_master",
-    ]
+    modes = [one.overrides[-1] for one in found.candidates]
+    assert modes[2:] == ["precision=amp", "precision=bf16_master"]
 
 
 def test_whatever_reads_a_large_number_is_fp32_too():
@@ -539,18 +535,11 @@ def test_what_a_mode_computes_in_fp32_is_left_alone():
     assert advice_between(probe(**GRADIENTS), narrow).keep_fp32 == asked == []
 
 
-PLANTED = "benchmarks.planted_causes.networks"
-POSITIONS = ["model=custom", f"model.factory={PLANTED}:network", f"data.factory={PLANTED}:codes"]
-POSITIONS += ["model.options.host=perceptron", "model.options.inputs=10", "optim=adam"]
-POSITIONS += ["model.options.part=turned", "model.options.at=phase", "model.options.place=input"]
-POSITIONS += ["data.options={low:3000,high:3200}", "optim.lr=0.003", "train.steps=100"]
-POSITIONS += ["data.batch_size=16", "train.eval_every=0", "device=cpu", "threads=1"]
-
-
 @pytest.mark.slow
 def test_a_mode_that_fails_is_replaced_by_the_next(tmp_path, capsys):
     """Odd integers from 2049 on are no FP16 numbers. The advised mode casts them, amp does not."""
-    line = [*POSITIONS, f"output_dir='{tmp_path / 'run'}'", "--seconds", "600"]
+    line = NETWORKS["positions_beyond_2048.a"].words
+    line += [f"output_dir='{tmp_path / 'run'}'", "--seconds", "600"]
     found = as_json(capsys, "advise", *line)
     first, *others, last = found["tried"]
     assert first["overrides"] == ["precision=fp32"] and last["overrides"] == ["precision=amp"]

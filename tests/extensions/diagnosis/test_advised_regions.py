@@ -7,17 +7,14 @@ import torch
 from torch import nn
 from torch.nn.functional import normalize
 
-from mprun.extensions.diagnosis.advised_regions import (
-    layout,
-    operations_in_fp32,
-    seen_in_16_bits,
-)
+from mprun.extensions.diagnosis.advised_regions import layout, operations_in_fp32, seen_in_16_bits
 from mprun.numerics.probe import Probe, chosen_modules
 from mprun.numerics.probe_record import Place, ProbeRecord
 from mprun.precision.loss_scale import get_loss_scale
 from mprun.tasks import Classification
 
 from ...helpers import making, mixed
+from .planted import Applied
 
 F32 = torch.float32
 
@@ -49,14 +46,12 @@ class Attention(nn.Module):
         return torch.softmax(q @ k.transpose(1, 2), -1) @ x
 
 
-class LogOfSoftmax(nn.Module):
-    def forward(self, x):
-        return torch.log(torch.softmax(x * 30, -1) + 1e-9)
+def log_of_softmax(x):
+    return torch.log(torch.softmax(x * 30, -1) + 1e-9)
 
 
-class Ratio(nn.Module):
-    def forward(self, x):
-        return x / (x.square().mean(-1, keepdim=True) * 1e-8) * 1e-8
+def ratio(x):
+    return x / (x.square().mean(-1, keepdim=True) * 1e-8) * 1e-8
 
 
 class Unit(nn.Module):
@@ -111,8 +106,8 @@ class Healthy(nn.Module):
 
 CASES = {
     "attention scores": (lambda: Net(Attention(600)), ("inner.forward",)),
-    "log(softmax)": (lambda: Net(LogOfSoftmax()), ("inner",)),
-    "division": (lambda: Net(Ratio()), ("inner",)),
+    "log(softmax)": (lambda: Net(Applied(log_of_softmax)), ("inner",)),
+    "division": (lambda: Net(Applied(ratio)), ("inner",)),
     "a norm": (lambda: Net(Unit(False)), ("inner",)),
     "scaling": (Scaled, ("forward", "inner")),
     "returned": (lambda: Net(Block()), ("inner.forward", "forward", "last")),
@@ -183,8 +178,7 @@ def test_autocast_computes_a_logarithm_of_softmax_in_fp32():
 
 
 def test_a_mask_that_no_fp16_tensor_takes_says_nothing():
-    class Mask(nn.Module):
-        def forward(self, x):
-            raise RuntimeError("value cannot be converted to type c10::Half without overflow")
+    def mask(x):
+        raise RuntimeError("value cannot be converted to type c10::Half without overflow")
 
-    assert seen(task_of(lambda: Net(Mask()), "fp16_master")) == {}
+    assert seen(task_of(lambda: Net(Applied(mask)), "fp16_master")) == {}

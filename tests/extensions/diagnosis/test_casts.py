@@ -13,18 +13,11 @@ import torch
 from torch import nn
 
 import mprun
-from benchmarks.planted_causes.causes import networks
 from mprun.cli import main
 from mprun.config.compose import compose_config
 from mprun.config.schema import MatmulConfig
 from mprun.extensions.diagnosis import cast_losses, trials, worse_ending
-from mprun.extensions.diagnosis.cast_losses import (
-    CastLoss,
-    RowLoss,
-    casted,
-    loss_from,
-    losses_of,
-)
+from mprun.extensions.diagnosis.cast_losses import CastLoss, RowLoss, casted, loss_from, losses_of
 from mprun.extensions.diagnosis.casts import (
     CastMeter,
     cast_advice,
@@ -44,8 +37,9 @@ from mprun.precision.block_formats import ELEMENTS
 from mprun.precision.scaled_products import ScaledProducts
 from mprun.script.watched import ScriptTask
 
-from ...helpers import ONE_CORE, TINY_GPT, TINY_MOE, refused
+from ...helpers import ONE_CORE, TINY_GPT, TINY_MOE, assert_same_bits, refused
 from ...numerics.small_runs import as_json
+from .planted import NETWORKS, own_code
 
 E2M1, E4M3 = ELEMENTS["e2m1"], ELEMENTS["e4m3"]
 ALL = "precision.matmul.modules=['*',output]"
@@ -167,18 +161,16 @@ def test_scales_that_fp32_has_not_kept_are_of_the_tensor(build_run):
 @pytest.mark.slow
 def test_a_measured_run_is_bit_equal(build_run):
     """Random bits of its own casts too."""
-    weights = []
+    weights, run = [], [*TINY_GPT, "precision=nvfp4", ALL]
     for measured in (False, True):
-        run = [*TINY_GPT, "precision=nvfp4", ALL]
         built, mode = build_run(*run), compose_config(run).config.precision
         steps = Steps(built, 0, 0)
         with CastMeter(built.task, mode, 2 if measured else 9) as meter:
             rows = [steps.advance() for _ in range(4)]
         assert bool(meter.read()) == measured
-        own = built.task.learner.updated
-        weights.append((rows[-1].loss, [tensor.clone() for tensor in own]))
-    assert weights[0][0] == weights[1][0]
-    assert all(map(torch.equal, weights[0][1], weights[1][1]))
+        own = [tensor.clone() for tensor in built.task.learner.updated]
+        weights.append((rows[-1].loss, own))
+    assert_same_bits(*weights)
 
 
 def layers_off(**off: float) -> dict[str, dict]:
@@ -229,9 +221,9 @@ def test_layers_are_left_out_by_how_far_their_products_are_off():
 
 
 def test_a_cast_that_is_not_finite_hides_none():
-    lost, (place,) = CastLoss(1, rows=RowLoss(0, 0, 0, 0)), layers_off(a=0.2)["a"]
-    own = {("output", "input"): lost, place: layers_off(a=0.2)["a"][place]}
-    [first, second] = verdicts({"nan": {place: lost}, "a": own})
+    lost, off = CastLoss(1, rows=RowLoss(0, 0, 0, 0)), layers_off(a=0.2)["a"]
+    (place,) = off
+    [first, second] = verdicts({"nan": {place: lost}, "a": {("output", "input"): lost} | off})
     assert (first.name, first.place, second.name) == ("a", place, "nan") and second.suits
 
 
@@ -251,10 +243,8 @@ def test_changes_follow_from_what_was_lost():
     assert [*cast_changes(stochastic, layers_off(a=0.02, b=0), 0)] == [
         {f"{KEY}.modules": ["*", "!a"]}
     ]
-    clipped = {"a": {("output", "input"): CastLoss(100, 0, 30, 0.1, 1, 0.9, 1, 0.1)}}
-    clipped["a"]["output", "input"] = clipped["a"]["output", "input"]._replace(
-        columns=RowLoss(10, 0, 1, 0.1)
-    )
+    loss = CastLoss(100, 0, 30, 0.1, 1, 0.9, 1, 0.1, columns=RowLoss(10, 0, 1, 0.1))
+    clipped = {"a": {("output", "input"): loss}}
     first = next(cast_changes(plain, clipped | layers_off(b=0.0)))
     assert first == {f"{KEY}.scale_rounding": "rceil"}
     [text] = sentences(clipped, plain)
@@ -582,7 +572,8 @@ def test_an_equal_loss_of_few_steps_says_nothing(steps, said):
 
 def test_a_budget_of_seconds_is_kept(monkeypatch):
     """The run's own steps and FP32's take 20 s of 45; two changes more, and half of a third."""
-    runs, losses = Runs(monkeypatch, "", lambda *_: next(losses)), iter([1.1, 1.0, *[1.09] * 3])
+    losses = iter([1.1, 1.0, *[1.09] * 3])
+    runs = Runs(monkeypatch, "", lambda *_: next(losses))
     changes = [{"optim.lr": rate} for rate in (1.0, 2.0, 3.0, 4.0)]
     found = runs.find("bf16_kahan", changes=changes, budget=trials.Budget(45))
     assert runs.seconds == 45 and not any(one.cures for one in found.tried)
@@ -591,12 +582,11 @@ def test_a_budget_of_seconds_is_kept(monkeypatch):
 
 def test_a_16_bit_run_takes_its_changes_from_outside(monkeypatch):
     """No layer casts: nothing is said of casts, nor tried."""
-    runs = Runs(monkeypatch, "", lambda cast, _: 1.0)
     losses = iter([1.1, 1.0, 1.02])
-    runs.loss_of = lambda *_: next(losses)
+    runs = Runs(monkeypatch, "", lambda *_: next(losses))
     found = runs.find("bf16_kahan", changes=[{"precision.master_dtype": "fp32"}])
-    assert found.casts == []
     [one] = found.tried
+    assert found.casts == []
     assert one.cures and one.result == "+2.00 %, 80 % of the gap taken away"
 
 
@@ -634,18 +624,14 @@ def test_gradients_of_logits_are_named(tmp_path, mode, seed):
     ],
 )
 def test_planted_outliers_are_named_alike_by_both(tmp_path, capsys, cause, layer):
-    cell = networks()[cause]
+    cell = NETWORKS[cause]
     line = [*cell.words, f"precision={cell.mode}", "seed=1"]
     advice = as_json(capsys, "advise", *line, "--steps", "24", f"output_dir='{tmp_path / 'a'}'")
     assert advice["casts"]["excluded"] == [layer] * bool(layer)
     assert main([*line, f"output_dir='{tmp_path / 'run'}'"]) == 0
     capsys.readouterr()
-    own = [word for word in line if "factory=" in word]
-    own += ["--no-cures"] * (not layer)
+    own = own_code(line) + ["--no-cures"] * (not layer)
     found = as_json(capsys, "explain", str(tmp_path / "run"), *own)
-    said = found["casts"][0][0]
-    if not layer:
-        assert said.startswith("suit every layer: ")
-    else:
-        assert said.startswith(f"{layer}: ")
+    assert found["casts"][0][0].startswith(f"{layer or 'suit every layer'}: ")
+    if layer:
         assert found["smallest_cure"] == [f'{KEY}.modules=["*","!{layer}"]']

@@ -52,9 +52,8 @@ def changes(config, of, **more):
 
 
 def test_a_module_s_overflow_in_fp16_master():
-    assert tried(
-        *LM, "precision=fp16_master", "optim=sgd_plain", of=finding("forward", "lstm.inner")
-    ) == [
+    of = finding("forward", "lstm.inner")
+    assert tried(*LM, "precision=fp16_master", "optim=sgd_plain", of=of) == [
         "precision.overrides.lstm.inner=fp32",
         "scaler=dynamic",
         "precision.overrides.lstm=fp32",
@@ -155,9 +154,8 @@ def test_what_the_model_computes_itself_has_an_override():
 
 
 def test_an_update_in_fp16_without_masters():
-    of = finding(
-        "update", tensor="exp_avg of output.bias", operation="_foreach_addcdiv_", at_zero=True
-    )
+    state = "exp_avg of output.bias"
+    of = finding("update", tensor=state, operation="_foreach_addcdiv_", at_zero=True)
     assert tried(*LM, "precision=fp16_naive", "optim=adam", of=of) == [
         "precision.overrides.output=fp32",
         "precision.norm_dtype=fp32",
@@ -181,10 +179,8 @@ def test_scales_below_a_static_one_come_from_what_the_gradient_would_be():
     found = tried(*LM, *scaled, "optim=sgd_plain", of=of)
     assert found[:2] == ["scaler.scale=16", "scaler.scale=1"]
     unscaled = tried(*LM, "precision=fp16_master", "optim=sgd_plain", of=of)
-    assert unscaled[:2] == [
-        "scaler=static scaler.scale=0.015625",
-        "scaler=static scaler.scale=0.0009765625",
-    ]
+    static = "scaler=static scaler.scale="
+    assert unscaled[:2] == [f"{static}0.015625", f"{static}0.0009765625"]
 
 
 def test_a_floor_is_lowered_only_where_the_scale_collapsed_on_it():
@@ -197,9 +193,8 @@ def test_a_floor_is_lowered_only_where_the_scale_collapsed_on_it():
 
 
 def test_fp32_has_no_precision_to_change():
-    assert tried(*LM, "precision=fp32", "optim=sgd_plain", of=finding("forward", "lstm")) == [
-        "optim.lr=0.1"
-    ]
+    of = finding("forward", "lstm")
+    assert tried(*LM, "precision=fp32", "optim=sgd_plain", of=of) == ["optim.lr=0.1"]
 
 
 def test_overrides_in_a_gan_leave_the_network_s_name_out():
@@ -228,15 +223,13 @@ def kept(built):
 def test_a_state_moved_to_another_mode_trains_on(build_run, mode):
     common = [*LM, "optim=sgd"]
     old = trained(build_run, 3, *common, "precision=fp16_master")
-    state = kept(old)
-    new = build_run(*common, f"precision={mode}")
+    state, new = kept(old), build_run(*common, f"precision={mode}")
     transplant(new, state)
-    kept_weights, kept_state = state["learner"]["model"], state["learner"]["state"]
-    learner = new.task.learners["model"]
-    for name, own in learner.named.items():
-        assert torch.equal(own, kept_weights[name].to(own.dtype)), name
-        mine = learner.optimizer.state[own]["momentum_buffer"]
-        assert torch.equal(mine, kept_state[name]["momentum_buffer"].to(mine.dtype)), name
+    learner, own = new.task.learners["model"], state["learner"]
+    for name, weight in learner.named.items():
+        assert torch.equal(weight, own["model"][name].to(weight.dtype)), name
+        mine = learner.optimizer.state[weight]["momentum_buffer"]
+        assert torch.equal(mine, own["state"][name]["momentum_buffer"].to(mine.dtype)), name
     mine, theirs = (float(Steps(built, 3, 0).advance().loss) for built in (new, old))
     # One step of a tiny model: BF16's 8 bits move a loss of 4 by less than a hundredth.
     assert mine == pytest.approx(theirs, abs=0.02)

@@ -30,6 +30,7 @@ from ...numerics.failing_runs import (
     with_data,
 )
 from ...tasks.test_sampled_language_model import SAMPLED
+from .planted import DIGITS, Applied, own_code
 
 FP16 = ["precision=fp16_master", *SGD]
 SCALED = [*LM, "precision=fp16_master_scaled", *SGD]
@@ -56,13 +57,23 @@ def culprit(explanation):
     return event.phase, event.module, event.operation, event.tensor
 
 
+def setting(weights, learner="model"):
+    """A plant that fills weights, by their names."""
+
+    def plant(built):
+        for name, value in weights.items():
+            set_weight(built, name, value, learner)
+
+    return plant
+
+
 # Forward
 
 
 @pytest.mark.slow
 def test_overflow_in_one_activation(explained):
     # |h| < 1 and 16 products of 6e4: beyond 65504 as soon as they add up to more than 1.1.
-    plant = functools.partial(set_weight, name="output.weight", value=6e4)
+    plant = setting({"output.weight": 6e4})
     found = explained(*LM, "model.init_range=1", *FP16, plant=plant)
     assert culprit(found) == ("forward", "output", "addmm", "output")
     event = found.finding.event
@@ -104,26 +115,6 @@ def test_a_step_is_explained_in_the_mode_in_force(explained, at):
     assert {one.overrides: one.cures for one in found.tried}[("precision=fp32",)] is True
 
 
-@pytest.mark.slow
-def test_overflow_under_autocast(explained):
-    plant = functools.partial(multiply_weight, name="encoder.layers.conv0.weight", factor=1e6)
-    found = explained(*AUTOENCODER, "precision=amp", "scaler=none", *SGD, plant=plant)
-    # Autocast rounds the weight to FP16, where 1e6 times it does not fit.
-    phase, module, operation, _ = culprit(found)
-    assert (phase, module) == ("forward", "encoder.layers.conv0")
-    assert operation in ("_to_copy", "convolution")
-
-
-def setting(weights, learner="model"):
-    """A plant that fills weights, by their names."""
-
-    def plant(built):
-        for name, value in weights.items():
-            set_weight(built, name, value, learner)
-
-    return plant
-
-
 def fill_momentum(built):
     """0.9 * 6e4 + 3e4 * decay: the buffer, not the gradient, leaves FP16."""
     set_weight(built, "output.bias", 3e4)
@@ -138,12 +129,16 @@ PLANTED = {
         setting({"lstm.weight_hr_l0": 6e4}),
         ("forward", "lstm", "LSTM", "output"),
     ),
+    # Autocast rounds the weight to FP16, where 1e6 times it does not fit.
+    "autocast": (
+        [*AUTOENCODER, "precision=amp", "scaler=none", *SGD],
+        functools.partial(multiply_weight, name="encoder.layers.conv0.weight", factor=1e6),
+        ("forward", "encoder.layers.conv0", "_to_copy|convolution"),
+    ),
     # Inputs give the gates +inf, the state then -inf: their sum is NaN.
     "gates of the native LSTM": (
         [*LM, *FP16, "cpu_half=native"],
-        setting(
-            {"embedding.weight": 3e4, "lstm.weight_ih_l0": 1.0, "lstm.weight_hh_l0": -6e4},
-        ),
+        setting({"embedding.weight": 3e4, "lstm.weight_ih_l0": 1.0, "lstm.weight_hh_l0": -6e4}),
         ("forward", "lstm"),
     ),
     # Normalised values reach 2 and more: times 6e4 that is beyond FP16.
@@ -184,8 +179,7 @@ def test_planted_overflows_are_named(explained, what):
 @pytest.mark.slow
 def test_softmax_in_fp16_with_large_logits(explained):
     # 4e4 - (-4e4) = 8e4 is the log-probability's size: finite logits, infinite loss.
-    halves = torch.tensor([4e4, -4e4] * 24)
-    plant = functools.partial(set_weight, name="output.bias", value=halves)
+    plant = setting({"output.bias": torch.tensor([4e4, -4e4] * 24)})
     found = explained(*LM, *FP16, "precision.loss_dtype=fp16", plant=plant, cures=True)
     assert culprit(found) == ("loss", "", "_log_softmax", "output")
     assert found.smallest.overrides == ("precision.loss_dtype=fp32",)
@@ -211,37 +205,22 @@ def test_variance_overflow_in_a_norm_layer(explained, monkeypatch):
     assert ("precision.norm_dtype=fp32",) in [one.overrides for one in found.tried if one.cures]
 
 
-class Residual(nn.Module):
-    """x + inner(x), in place: neither summand overflows, the sum does."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Linear(16, 16, bias=False)
+class Residual(nn.Linear):
+    """x + Wx, in place: neither summand overflows, the sum does."""
 
     def forward(self, x):
-        out = self.inner(x)
+        out = super().forward(x)
         out += x
         return out
 
 
 @pytest.mark.slow
 def test_overflow_of_a_residual_sum(explained, monkeypatch):
-    replace_in_lm(monkeypatch, Residual)
-    weights = {"embedding.weight": 4e4, "dropout.inner.weight": torch.eye(16)}
+    replace_in_lm(monkeypatch, functools.partial(Residual, 16, 16, bias=False))
+    weights = {"embedding.weight": 4e4, "dropout.weight": torch.eye(16)}
     found = explained(*LM, *FP16, plant=setting(weights))
     assert culprit(found)[:3] == ("forward", "dropout", "add_")
     assert found.finding.event.largest_input == 4e4
-
-
-class Applied(nn.Module):
-    """One function as a module."""
-
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, x):
-        return self.function(x)
 
 
 class Outside(torch.autograd.Function):
@@ -286,7 +265,7 @@ def test_nan_in_a_batch(explained):
         images, labels = batch
         if index == 3:
             images = images.clone()
-            images[1, 0, 5, 5] = float("nan")
+            images[1, 0, 5, 5] = math.nan
         return images, labels
 
     found = explained(*AUTOENCODER, *FP16, plant=with_data(change))
@@ -376,9 +355,7 @@ def test_a_dynamic_scale_whose_floor_is_too_high(explained):
 @pytest.mark.slow
 def test_eps_below_the_range_of_fp16(explained):
     found = explained(*NAIVE_ADAM, cures=True)
-    phase, _, operation, tensor = culprit(found)
-    assert (phase, operation) == ("update", "_foreach_addcdiv_")
-    assert tensor == "embedding.weight"
+    assert culprit(found) == ("update", "", "_foreach_addcdiv_", "embedding.weight")
     assert "eps round to 0" in as_dict(found)["culprit"]["reason"]
     assert found.finding.step == 1
     cured = {one.overrides: one.cures for one in found.tried}
@@ -401,8 +378,8 @@ def test_weights_that_do_not_fit_fp16_when_copied(explained):
     assert culprit(found) == ("forward", "", "_to_copy", "output.weight")
     assert (found.finding.kind, found.finding.step) == ("loss", 2)
     assert found.finding.module == "output"
-    assert "the master weight, 2^" in as_dict(found)["culprit"]["reason"]
-    assert "does not fit FP16" in as_dict(found)["culprit"]["reason"]
+    reason = as_dict(found)["culprit"]["reason"]
+    assert "the master weight, 2^" in reason and "does not fit FP16" in reason
 
 
 def test_weights_that_do_not_fit_fp16_end_a_scaled_run_as_a_collapse(explained):
@@ -416,13 +393,9 @@ def test_weights_that_do_not_fit_fp16_end_a_scaled_run_as_a_collapse(explained):
 @pytest.mark.slow
 def test_weight_decay_that_overflows(explained):
     # g + decay * w = 4 * 3e4 before it is multiplied by the learning rate.
-    plant = functools.partial(set_weight, name="output.bias", value=3e4)
-    found = explained(
-        *LM, "precision=fp16_naive", *SGD, "optim.weight_decay=4", plant=plant, cures=True
-    )
-    phase, _, operation, tensor = culprit(found)
-    assert (phase, operation) == ("update", "_foreach_add")
-    assert tensor == "output.bias"
+    decay, plant = [*SGD, "optim.weight_decay=4"], setting({"output.bias": 3e4})
+    found = explained(*LM, "precision=fp16_naive", *decay, plant=plant, cures=True)
+    assert culprit(found) == ("update", "", "_foreach_add", "output.bias")
     assert found.smallest.overrides == ("precision.overrides.output=fp32",)
 
 
@@ -478,16 +451,14 @@ def test_a_mask_is_no_overflow_unless_it_leaves_nothing(explained, monkeypatch, 
     if how == "overflow":
         assert (name, reason[:8]) == ("mul", "overflow")
     else:
-        assert name == "_softmax"
         rows = found.event.empty
-        assert rows > 0
+        assert name == "_softmax" and rows > 0
         assert reason.startswith(f"NaN: a mask left nothing in {rows} rows of its input")
     assert all(math.isfinite(one.value) for one in found.ramp[:-1])
 
 
 def test_weights_that_were_not_finite_before(explained):
-    plant = functools.partial(set_weight, name="output.bias", value=float("nan"))
-    found = explained(*LM, *FP16, plant=plant)
+    found = explained(*LM, *FP16, plant=setting({"output.bias": math.nan}))
     assert found.finding.verdict == "earlier"
     assert found.finding.details["output.bias"] == "48 of 48 values are NaN"
 
@@ -515,7 +486,7 @@ def test_what_does_not_come_back_is_not_found(explained, monkeypatch):
 @pytest.mark.slow
 def test_a_perplexity_beyond_float64_is_no_operation_s_fault(explained):
     # exp(710) is infinite although every value of the run is finite.
-    plant = functools.partial(set_weight, name="output.bias", value=torch.tensor([0.0, 2e3] * 24))
+    plant = setting({"output.bias": torch.tensor([0.0, 2e3] * 24)})
     found = explained(*LM, "precision=fp32", *SGD, "optim.lr=1e-9", plant=plant)
     assert found.finding.verdict == "not found"
     assert "perplexity inf" in as_text(found)[3]
@@ -556,15 +527,9 @@ def test_skips_while_a_scale_settles_are_no_worse_ending(tmp_path):
     assert (found.verdict, found.tried, found.command) == ("mode", [], None)
 
 
-NETWORKS = "benchmarks.planted_causes.networks"
-DIGITS = ["model=custom", f"model.factory={NETWORKS}:network", f"data.factory={NETWORKS}:digits"]
-DIGITS += ["model.options.host=perceptron", "device=cpu", "threads=1", "data.batch_size=16"]
-DIGITS += ["optim=adam", "optim.lr=0.003", "train.eval_every=0"]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("planted", "why", "cure", "no_cure"),
+    ("planted", "why", "cure"),
     [
         # 20000 is added and subtracted: BF16 keeps 8 bits of the sum.
         (
@@ -572,35 +537,32 @@ DIGITS += ["optim=adam", "optim.lr=0.003", "train.eval_every=0"]
             "model.options.by=20000",
             "shift: sub cancels numbers up to 2e+04, which add made",
             "precision.overrides.shift=fp32",
-            "precision.overrides.head=fp32",
         ),
         # A scale of 2^-30 sinks every gradient below FP16's 2^-25.
         (
             f"precision=fp16_master_scaled scaler=static scaler.scale={2.0**-30}",
             None,
             "scaler=dynamic",
-            "precision.overrides.head=fp32",
         ),
         # Each update makes the scale 1024 times as large, and the next ones are skipped.
         (
             "precision=amp scaler=dynamic scaler.growth_interval=1 scaler.growth_factor=1024",
             "loss scale: it grows 1024-fold after 1 step without a skip",
             "scaler=dynamic",
-            "precision.overrides.head=fp32",
         ),
     ],
 )
-def test_a_run_that_ended_worse_in_16_bits_is_explained(tmp_path, planted, why, cure, no_cure):
+def test_a_run_that_ended_worse_in_16_bits_is_explained(tmp_path, planted, why, cure):
     directory, code = run(tmp_path, *DIGITS, *planted.split(), steps=60)
     assert code == 0
-    found = explain(directory, given=vouched(DIGITS[1:3]), seconds=600)
+    found = explain(directory, given=vouched(own_code(DIGITS)), seconds=600)
     assert found.verdict == "mode" and found.replay.endswith("losses bit-equal to the run's")
     told = [*found.reasons, found.far.in_words() if found.far else ""]
     assert why is None or any(one.startswith(why) for one in told)
     cures = {" ".join(one.overrides): one.cures for one in found.tried}
-    assert cures[cure] and cures.get(no_cure, False) is False
-    assert " ".join(found.smallest.overrides) in found.command
-    assert cures[" ".join(found.smallest.overrides)]
+    smallest = " ".join(found.smallest.overrides)
+    assert cures[cure] and cures.get("precision.overrides.head=fp32", False) is False
+    assert cures[smallest] and smallest in found.command
     assert all(one.steps == 60 for one in found.tried)
 
 
@@ -609,7 +571,7 @@ def test_one_skipped_update_of_a_loss_that_falls_is_nothing_to_explain(tmp_path)
     """The dynamic scale starts one power too high: the run is one update behind FP32."""
     directory, code = run(tmp_path, *DIGITS, "precision=fp16_master_scaled", steps=100)
     assert code == 0
-    found = explain(directory, given=vouched(DIGITS[1:3]))
+    found = explain(directory, given=vouched(own_code(DIGITS)), seconds=600)
     assert "1 skipped updates" in found.classification[1]
     assert "nothing to explain" in found.classification[0] and found.command is None
 
@@ -637,22 +599,6 @@ def test_it_is_trained_again_from_the_newest_checkpoint_that_is_whole(tmp_path):
     failure = read_post_mortem(directory)["failure"]
     assert failure["replayed_from"] % 5 == 0 and failure["replayed_from"] >= 5
     assert failure["first_difference"] is None and failure["compared"] > 0
-
-
-@pytest.mark.slow
-def test_the_verb_prints_text_and_json(tmp_path, capsys):
-    directory, _ = run(tmp_path, *NAIVE_ADAM)
-    capsys.readouterr()
-    assert main(["explain", str(directory), "--no-cures"]) == 0
-    printed = capsys.readouterr().out
-    assert "culprit   weight update, optimizer: _foreach_addcdiv_" in printed
-    assert main(["explain", str(directory), "--no-cures", "--json"]) == 0
-    content = json.loads(capsys.readouterr().out)
-    assert content["culprit"]["operation"] == "_foreach_addcdiv_"
-    assert content["ramp"][0]["phase"] == "forward"
-    assert main(["explain", str(tmp_path)]) == 2
-    assert main(["explain"]) == 2
-    assert main(["explain", str(directory), "--all"]) == 2
 
 
 @pytest.mark.slow

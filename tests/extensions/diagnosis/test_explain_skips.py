@@ -9,8 +9,9 @@ from mprun.cli import main
 from ...helpers import rows_of, run
 from ...numerics.small_runs import as_json
 from ...numerics.spoilt_data import RUN
+from .planted import own_code
 
-OUTSIDE = [word for word in RUN if "factory=" in word]
+OUTSIDE = own_code(RUN)
 
 
 @pytest.fixture
@@ -45,6 +46,7 @@ def test_an_operation_is_named_where_the_data_are_sound(spoilt, capsys, kept):
     found = as_json(capsys, "explain", folder, *OUTSIDE, "--no-cures")
     assert (found["verdict"], found["reproduced"]) == ("operation", True)
     assert (found["culprit"]["module"], found["culprit"]["operation"]) == ("1", "sqrt")
+    assert found["ramp"][0]["phase"] == "forward"
     assert sorted(path.name for path in (folder / "numerics").glob("*")) == before
     assert main(["explain", str(folder), *OUTSIDE, "--no-cures"]) == 0
     printed = capsys.readouterr().out

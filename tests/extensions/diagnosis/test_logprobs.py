@@ -56,13 +56,11 @@ def logits_of(*rows):
 def test_numbers_by_hand():
     """The probabilities of two tokens are 1/2 and 1/4 in a, 2/5 and 1/4 in b."""
     targets = torch.tensor([[0], [2]])
-    a, b = (
-        torch.log_softmax(logits, 1).gather(1, targets)
-        for logits in (
-            logits_of([0.5, 0.25, 0.25], [0.25, 0.5, 0.25]),
-            logits_of([0.4, 0.4, 0.2], [0.5, 0.25, 0.25]),
-        )
+    logits = (
+        logits_of([0.5, 0.25, 0.25], [0.25, 0.5, 0.25]),
+        logits_of([0.4, 0.4, 0.2], [0.5, 0.25, 0.25]),
     )
+    a, b = (torch.log_softmax(own, 1).gather(1, targets) for own in logits)
     found = difference(a, b, band=0.01)
     apart = math.log(0.5 / 0.4)
     assert (found.tokens, found.nonfinite, found.outside) == (2, 0, 0.5)
@@ -95,12 +93,8 @@ def test_parts_of_the_window():
     b = a.clone()
     b[:, 8:] = 0.125
     parts = by_position(a, b, 0.01, bins=4)
-    assert [(last, part.tokens, part.mean) for last, part in parts.items()] == [
-        (3, 15, 0),
-        (6, 15, 0),
-        (8, 10, 0),
-        (10, 10, -0.125),
-    ]
+    found = [(last, part.tokens, part.mean) for last, part in parts.items()]
+    assert found == [(3, 15, 0), (6, 15, 0), (8, 10, 0), (10, 10, -0.125)]
     assert list(by_position(a[:, :3], b[:, :3], 0.01)) == [1, 2, 3]
 
 
@@ -120,11 +114,15 @@ def test_windows_are_the_first_of_the_held_out_data():
         held_out_windows(data, 10, 6)
 
 
+def weights_of(run):
+    (file,) = run.glob("checkpoints/*/state.pt")
+    return torch.load(file, weights_only=True)["task"]["learner"]["model"]
+
+
 def in_float64(run, windows):
     """Log-probabilities by a GPT built by hand from the checkpoint, log-softmax by NumPy."""
-    (file,) = run.glob("checkpoints/*/state.pt")
     model = GPT(WORDS, LENGTH, hidden_size=32, num_layers=2, num_heads=4)
-    model.load_state_dict(torch.load(file, weights_only=True)["task"]["learner"]["model"])
+    model.load_state_dict(weights_of(run))
     with torch.no_grad():
         logits = model.double()(windows.tokens.t())[0].transpose(0, 1).numpy()
     values = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
@@ -143,10 +141,8 @@ def test_against_float64_and_a_forward_pass_of_ones_own(run, build_run, capsys):
     (pair,) = report["pairs"]
 
     built = build_run(*GPT_LM, "precision=bf16_naive")
-    (file,) = run.glob("checkpoints/*/state.pt")
-    saved = torch.load(file, weights_only=True)["task"]["learner"]["model"]
     learner = built.task.learner
-    learner.model.load_state_dict(saved)
+    learner.model.load_state_dict(weights_of(run))
     with learner.evaluating(in_mode=True, widens=False) as model:
         logits = model(windows.tokens.t().contiguous())[0]
     assert logits.dtype is torch.bfloat16
@@ -165,9 +161,7 @@ def test_against_float64_and_a_forward_pass_of_ones_own(run, build_run, capsys):
 
 def test_fp32_is_float64_but_for_its_sums_in_any_batch_shape(run, build_run):
     built = build_run(*GPT_LM)
-    (file,) = run.glob("checkpoints/*/state.pt")
-    saved = torch.load(file, weights_only=True)["task"]
-    built.task.learner.model.load_state_dict(saved["learner"]["model"])
+    built.task.learner.model.load_state_dict(weights_of(run))
     short = held_out_windows(built.data, 300, 8)
     truth = torch.from_numpy(in_float64(run, short))
     shapes = {shape: log_probs(built.task, short, *shape) for shape in ((37, 0), (1, 0), (5, 4))}

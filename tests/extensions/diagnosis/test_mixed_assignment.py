@@ -12,12 +12,9 @@ from mprun.extensions.diagnosis.trials import Budget, Course, Tried
 
 from ...helpers import TINY_GPT, refused
 from ...numerics.small_runs import as_json
+from .planted import NETWORKS
 
-PLANTED = "benchmarks.planted_causes.networks"
-OFFSET = ["model=custom", f"model.factory={PLANTED}:network", f"data.factory={PLANTED}:digits"]
-OFFSET += ["model.options.host=perceptron", "model.options.part=offset", "model.options.at=shift"]
-OFFSET += ["model.options.by=20000", "optim=adam", "optim.lr=0.003", "train.steps=60"]
-OFFSET += ["data.batch_size=16", "train.eval_every=0", "device=cpu", "threads=1"]
+OFFSET = [*NETWORKS["offset.a"].words, "train.steps=60"]
 
 
 class Trials:
@@ -50,7 +47,7 @@ def test_the_search_by_hand():
 
 
 def test_products_by_hand(build_run):
-    built = build_run("model=custom", *OFFSET[1:], "precision=fp32")
+    built = build_run(*OFFSET, "precision=fp32")
     shares = products_of(built)
     layers = {n: m for n, m in built.task.learner.model.named_modules() if n in shares}
     sizes = {name: layer.weight.numel() for name, layer in layers.items()}
@@ -93,11 +90,9 @@ def test_what_does_not_fit_together_is_refused(capsys, more, says):
 @pytest.mark.slow
 def test_a_layer_that_no_measure_of_casts_shows_is_found(tmp_path, capsys):
     """One number of an input in 16 is 10^7: FP8 with one scale of a tensor sinks all others."""
-    line = ["model=custom", f"model.factory={PLANTED}:network", f"data.factory={PLANTED}:digits"]
-    line += ["model.options.host=perceptron", "model.options.bounded=true", "optim=adam"]
-    line += ["data.options.outlier=1e7", "optim.lr=0.003", "train.steps=60", "data.batch_size=16"]
-    line += ["train.eval_every=0", "device=cpu", "threads=1", f"output_dir='{tmp_path / 'run'}'"]
-    content = as_json(capsys, "advise", *line, "precision=fp8_tensorwise", "--seconds", "600")
+    line = [*NETWORKS["outlier_sample.a"].words, "train.steps=60"]
+    line += [f"output_dir='{tmp_path / 'run'}'", "precision=fp8_tensorwise", "--seconds", "600"]
+    content = as_json(capsys, "advise", *line)
     assert content["casts"]["excluded"] == []
     assert content["casts"]["command"].endswith("""'precision.matmul.modules=["*","!first"]'""")
     modes = {" ".join(one["overrides"]): one["cures"] for one in content["tried"]}

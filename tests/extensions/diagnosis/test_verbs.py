@@ -52,6 +52,7 @@ def test_bad_input_is_found_before_torch_is_imported(tmp_path):
         ["advise", "resume=run"],
         ["advise", "done"],
         ["explain"],
+        ["explain", "."],
         ["explain", "run", "--json", "--fast"],
         ["explain", "done"],
         ["logprobs", "fp32", "fp16"],
@@ -59,10 +60,8 @@ def test_bad_input_is_found_before_torch_is_imported(tmp_path):
         ["logprobs", "amp", "model=resnet50"],
         ["logprobs", "amp", "done"],
     ]
-    script = SCRIPT.format(commands=commands)
-    ended = subprocess.run(
-        [sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True
-    )
+    command = [sys.executable, "-c", SCRIPT.format(commands=commands)]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
     # That a run which ended has no seal is said once a process, beside the errors.
     lines = [line for line in ended.stderr.splitlines() if not line.endswith("(said once)")]
@@ -89,27 +88,16 @@ def test_a_terminal_has_whole_words_and_commands_to_copy(monkeypatch, capsys):
     assert shlex.split(told) == shlex.split(command)
 
 
-@pytest.fixture(scope="module")
-def interrupted(tmp_path_factory):
-    """A run with probes that was to take 40 steps, and stopped after 4, before its first probe."""
-    directory = tmp_path_factory.mktemp("interrupted") / "run"
+def test_of_an_interrupted_run_it_is_said_how_to_go_on(tmp_path, capsys):
+    """Of one that stops before its first probe, when that is due."""
+    folder = tmp_path / "run"
     probed = ["numerics=probes", "numerics.every=10", "train.checkpoint_every=4", "train.steps=4"]
-    assert run(directory, *TINY_LM, *probed) == 0
-    Record(directory, record_of(directory)).end("preempted", "SIGTERM")
-    return directory
-
-
-@pytest.mark.slow
-def test_of_an_interrupted_run_it_is_said_how_to_go_on(interrupted, capsys):
-    refused(capsys, "explain", interrupted, says=f"to go on: mprun resume={interrupted}")
-    Record(interrupted, record_of(interrupted)).end("running", None)
-    refused(capsys, "explain", interrupted, says=f"to go on: mprun resume={interrupted}")
-
-
-def test_without_a_probe_advise_says_when_the_first_is_due_and_what_to_do(interrupted, capsys):
-    Record(interrupted, record_of(interrupted)).end("preempted", "SIGTERM")
-    words = ["step 10 would have the first", f"to go on: mprun resume={interrupted}"]
-    refused(capsys, "advise", interrupted, says=words)
+    assert run(folder, *TINY_LM, *probed) == 0
+    says = f"to go on: mprun resume={folder}"
+    for status, cause in (("running", None), ("preempted", "SIGTERM")):
+        Record(folder, record_of(folder)).end(status, cause)
+        refused(capsys, "explain", folder, says=says)
+    refused(capsys, "advise", folder, says=["step 10 would have the first", says])
 
 
 @pytest.mark.slow

@@ -312,7 +312,8 @@ def test_an_installed_package_adds_a_format(tmp_path, monkeypatch):
          "--scalar loss: has rows with several values of 'context.subset' (none, val); choose one"),
         ("a.json", '{"a\\nb": [1, 2]}', "--scalar loss: no such column; there are 'a\\nb'"),
         ("metrics.json", json.dumps(dict.fromkeys(("train.loss", "train.top1"), SACRED["loss"])),
-         "--scalar loss: no such column; there are train.loss, train.top1; did you mean 'train.l"),
+         "--scalar loss: no such column; there are train.loss, train.top1; did you mean "
+         "'train.loss'?"),
         ("loss", f"{NOW} 2 1 train 1f\n{NOW} 3 2 eval 2e\n", "has values on several datasets (ev"),
         ("a.log", "step 1 | loss 3\nval: step 2 | loss 3\n", "--scalar loss: has rows with "
          "several values of 'kind of line' (none, val); choose one, e.g. --scalar val/loss"),
