@@ -7,10 +7,9 @@ import lightning as L
 import torch
 from torch.nn import functional as F
 
-from mprun.extensions.adapters.lightning import MprunPrecision, MprunRun
 from mprun.prepared import state_of
 
-from .trainer_ranks import CLIP, Classifier, halves, sgd
+from .trainer_ranks import CLIP, Classifier, halves, lightning_trainer, sgd
 
 MODE = "fp16_master_scaled"
 
@@ -33,29 +32,13 @@ class Module(L.LightningModule):
 
     def on_train_end(self):
         scale = float(state_of(self.trainer.optimizers[0]).scale.scale)
-        found = {
-            "state": self.model.state_dict(),
-            "scale": scale,
-            "steps": self.trainer.global_step,
-        }
+        found = {"state": self.model.state_dict(), "scale": scale}
+        found["steps"] = self.trainer.global_step
         torch.save(found, self.folder / f"{self.global_rank}.pt")
 
 
 def main(strategy: str, folder: Path) -> None:
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=2,
-        strategy=strategy,
-        max_epochs=1,
-        gradient_clip_val=CLIP,
-        use_distributed_sampler=False,
-        plugins=[MprunPrecision(MODE)],
-        callbacks=[MprunRun(folder / "runs", seed=0, log_every=1)],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    trainer = lightning_trainer(MODE, folder, 0, strategy=strategy, gradient_clip_val=CLIP)
     trainer.fit(Module(folder))
 
 

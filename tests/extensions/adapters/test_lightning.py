@@ -1,6 +1,7 @@
 """Lightning's Trainer in a precision mode computes what a loop written by hand does."""
 
 import warnings
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +16,7 @@ from mprun.prepared import state_of
 
 from ...helpers import assert_same_bits
 from ...script.networks import sgd
+from .trainer_ranks import QUIET
 from .trainers import MODES, THREE, assert_same_end, run_page
 
 with warnings.catch_warnings():
@@ -45,9 +47,14 @@ def loader(count=6, size=8):
 
 def network():
     torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Linear(12, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 5)
-    )
+    norm = nn.BatchNorm1d(16)
+    return nn.Sequential(nn.Linear(12, 16), norm, nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 5))
+
+
+def scheduled(parameters):
+    """An optimizer, and a scheduler of its steps."""
+    optimizer = sgd(parameters)
+    return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
 
 
 class Module(L.LightningModule):
@@ -72,23 +79,13 @@ class Module(L.LightningModule):
         self.log("val_loss", F.cross_entropy(self(batch[0]), batch[1]))
 
     def configure_optimizers(self):
-        optimizer = sgd(self.parameters())
-        return [optimizer], [
-            {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5), "interval": "step"}
-        ]
+        optimizer, scheduler = scheduled(self.parameters())
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
 
 
 def trainer(mode=None, **settings):
-    settings = {
-        "accelerator": "cpu",
-        "max_epochs": 1,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    } | settings
     plugins = [] if mode is None else [MprunPrecision(mode)]
-    return L.Trainer(plugins=plugins, **settings)
+    return L.Trainer(plugins=plugins, **QUIET | settings)
 
 
 def fitted(mode, module=None, **settings):
@@ -98,10 +95,11 @@ def fitted(mode, module=None, **settings):
     return module
 
 
-def by_hand(mode, clip=None, accumulate=1):
+def by_hand(mode, clip=None, accumulate=1, average=None):
+    """average: makes an `AveragedModel` of the network, which is then what is returned."""
     model, losses = network(), []
-    optimizer = sgd(model.parameters())
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    average = average and average(model)
+    optimizer, scheduler = scheduled(model.parameters())
     if mode is not None:
         model, optimizer = mprun.prepare(model, optimizer, mode)
     torch.manual_seed(2)  # dropout
@@ -117,11 +115,17 @@ def by_hand(mode, clip=None, accumulate=1):
                 clip(model.parameters())
             optimizer.step()
             scheduler.step()
-    return model, losses
+            if average is not None:
+                average.update_parameters(model)
+    return model if average is None else average.module, losses
 
 
 def assert_same(module, model, losses):
     assert_same_end(module.losses, module.net, model, losses)
+
+
+def assert_same_weights(one, other):
+    assert_same_bits({**one.state_dict()}, {**other.state_dict()})
 
 
 def test_fp32_is_lightnings_own_training():
@@ -218,7 +222,7 @@ def test_one_loss_for_two_optimizers(mode):
     """As one optimizer over both, updated after one backward pass."""
     pair, _ = fitted_pair(mode, together=True)
     model, _ = pair_by_hand(mode, lambda model: [sgd(model.parameters())])
-    assert_same_bits({**pair.state_dict()}, {**model.state_dict()})
+    assert_same_weights(pair, model)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -227,38 +231,30 @@ def test_optimizers_in_turn_are_the_loop_written_by_hand(mode, toggle):
     """Also when the loss scale, which they share, moves."""
     pair, own = fitted_pair(mode, together=False, toggle=toggle)
     model, optimizers = pair_by_hand(
-        mode, lambda model: [sgd(model.a.parameters()), sgd(model.b.parameters())]
+        mode, lambda own: [sgd(m.parameters()) for m in own.children()]
     )
-    assert_same_bits({**pair.state_dict()}, {**model.state_dict()})
+    assert_same_weights(pair, model)
     scales = [state_of(one).scale.state_dict() for one in (own.optimizers[1], optimizers[1])]
     assert str(scales[0]) == str(scales[1])
 
 
 def test_optimizers_in_turn_in_fp32_are_lightnings_own():
     plain, own = (fitted_pair(mode, together=False)[0] for mode in (None, "fp32"))
-    assert_same_bits({**own.state_dict()}, {**plain.state_dict()})
+    assert_same_weights(own, plain)
 
 
 @pytest.mark.parametrize("mode", ["fp16_naive", "fp16_master_scaled", "amp", "bf16_master"])
 def test_a_resumed_fit_goes_on_as_if_never_stopped(mode, tmp_path):
-    def fit(module, epochs, **how):
-        own = trainer(mode, max_epochs=epochs, enable_checkpointing=False)
-        torch.manual_seed(2)
+    def fit(epochs, **how):
+        own, module = trainer(mode, max_epochs=epochs), Module()
+        module.net[3] = nn.Identity()  # no dropout
         own.fit(module, loader(), **how)
-        return own
+        return own, module
 
-    def undropped():
-        module = Module()
-        module.net[3] = nn.Identity()
-        return module
-
-    whole = undropped()
-    fit(whole, 2)
-    first = undropped()
-    half = fit(first, 1)
+    _, whole = fit(2)
+    half, first = fit(1)
     half.save_checkpoint(tmp_path / "half.ckpt")
-    again = undropped()
-    resumed = fit(again, 2, ckpt_path=tmp_path / "half.ckpt")
+    resumed, again = fit(2, ckpt_path=tmp_path / "half.ckpt")
     assert_same(again, whole.net, whole.losses[6:])
     scale = state_of(resumed.optimizers[0]).scale.state_dict()
     saved = torch.load(tmp_path / "half.ckpt", weights_only=False)["optimizer_states"][0]
@@ -305,12 +301,15 @@ class Regression(L.LightningModule):
     def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
+    @staticmethod
+    def loader():
+        targets = 1 + torch.rand(16, 1) * 1e-4
+        return DataLoader(TensorDataset(torch.randn(16, 12), targets), batch_size=8)
+
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_loss_that_is_a_child_computes_in_fp32(mode):
-    inputs = torch.randn(16, 12)
-    data = TensorDataset(inputs, 1 + torch.rand(16, 1) * 1e-4)
-    trainer(mode).fit(module := Regression(), DataLoader(data, batch_size=8))
+    trainer(mode).fit(module := Regression(), Regression.loader())
     assert isinstance(module.loss, nn.MSELoss)
     assert [*dict(module.named_children())] == ["net", "loss"]
 
@@ -340,7 +339,7 @@ def test_a_backward_pass_of_ones_own_is_as_good(mode):
     own, pair = OwnPair(together=True), fitted_pair(mode, together=True)[0]
     torch.manual_seed(2)
     trainer(mode).fit(own, loader())
-    assert_same_bits({**own.state_dict()}, {**pair.state_dict()})
+    assert_same_weights(own, pair)
 
 
 def test_what_the_module_is_given_as_its_optimizer_is_known():
@@ -401,7 +400,7 @@ def test_closures_of_lbfgs_are_the_loop_written_by_hand(mode):
             return loss
 
         optimizer.step(closure)
-    assert_same_bits({**module.net.state_dict()}, {**model.state_dict()})
+    assert_same_weights(module.net, model)
 
 
 @pytest.mark.filterwarnings("ignore:.training_step. returned .None.")
@@ -419,19 +418,8 @@ def test_a_step_without_a_loss_is_none(mode):
 def test_moving_averages_are_of_the_master_weights(mode):
     averaging = pytest.importorskip("lightning.pytorch.callbacks.weight_averaging")
     module = fitted(mode, callbacks=[averaging.EMAWeightAveraging(decay=0.5)])
-    model = network()
-    average = AveragedModel(model, avg_fn=get_ema_avg_fn(0.5), use_buffers=True)
-    optimizer = sgd(model.parameters())
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
-    mprun.prepare(model, optimizer, mode)
-    torch.manual_seed(2)
-    for inputs, labels in loader():
-        optimizer.zero_grad()
-        F.cross_entropy(model(inputs), labels).backward()
-        optimizer.step()
-        scheduler.step()
-        average.update_parameters(model)
-    assert_same_bits({**module.net.state_dict()}, {**average.module.state_dict()})
+    average = partial(AveragedModel, avg_fn=get_ema_avg_fn(0.5), use_buffers=True)
+    assert_same(module, *by_hand(mode, average=average))
 
 
 @pytest.mark.filterwarnings("ignore:SWA is currently only supported every epoch")
@@ -465,10 +453,8 @@ def test_metrics_that_are_children_count_in_fp32(mode):
             self.log("error", self.error, on_epoch=True)
             return super().training_step(batch, index)
 
-    inputs = torch.randn(16, 12)
-    data = TensorDataset(inputs, 1 + torch.rand(16, 1) * 1e-4)
     own, module = trainer(mode, max_epochs=2), Own()
-    own.fit(module, DataLoader(data, batch_size=8))
+    own.fit(module, Own.loader())
     assert own.callback_metrics["error"].dtype is module.error.sum_squared_error.dtype is F32
 
 
@@ -486,14 +472,7 @@ def test_the_library_by_its_other_name():
     pl.LightningModule.__init__(module)
     module.net, module.whole, module.losses = network(), True, []
     torch.manual_seed(2)
-    settings = {"accelerator": "cpu", "max_epochs": 1, "logger": False}
-    pl.Trainer(
-        plugins=[adapter.MprunPrecision("amp")],
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **settings,
-    ).fit(module, loader())
+    pl.Trainer(plugins=[adapter.MprunPrecision("amp")], **QUIET).fit(module, loader())
     assert_same(module, *by_hand("amp"))
 
 
@@ -564,10 +543,8 @@ class Gan(L.LightningModule):
         self.log("val_loss", F.softplus(-self.critic(batch[0])).mean())
 
     def configure_optimizers(self):
-        made = [
-            torch.optim.Adam(part.parameters(), lr=1e-3, eps=1e-6)
-            for part in (self.generator, self.critic)
-        ]
+        parts = (self.generator, self.critic)
+        made = [torch.optim.Adam(part.parameters(), lr=1e-3, eps=1e-6) for part in parts]
         return made, [torch.optim.lr_scheduler.StepLR(one, 2, 0.5) for one in made]
 
 
@@ -591,9 +568,8 @@ def test_a_resumed_fit_of_two_optimizers_goes_on_as_if_never_stopped(mode, tmp_p
     resumed, again = fitted_gan(mode, ckpt_path=tmp_path / "half.ckpt")
     assert_same_end(again.losses, again, module, module.losses[6:])
     assert again.rates == module.rates[6:]
-    assert str([one.state_dict() for one in resumed.optimizers]) == str(
-        [one.state_dict() for one in whole.optimizers]
-    )
+    states = [[one.state_dict() for one in fit.optimizers] for fit in (resumed, whole)]
+    assert str(states[0]) == str(states[1])
 
 
 def test_a_recorded_step_has_the_mean_of_micro_batches_added_up_by_hand(tmp_path):

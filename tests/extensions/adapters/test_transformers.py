@@ -11,7 +11,7 @@ from mprun.precision import DynamicLossScale, DynamicRule
 from mprun.prepared import state_of
 
 from ...helpers import assert_same_bits
-from .trainers import MODES, THREE, assert_same_end, run_page
+from .trainers import MODES, THREE, Seen, assert_same_end, run_page
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of its imports
@@ -28,18 +28,9 @@ def data(count=24):
 
 def gpt2(dropout=0.1):
     torch.manual_seed(0)
-    config = transformers.GPT2Config(
-        vocab_size=32,
-        n_positions=16,
-        n_embd=16,
-        n_layer=2,
-        n_head=2,
-        use_cache=False,
-        resid_pdrop=dropout,
-        embd_pdrop=dropout,
-        attn_pdrop=dropout,
-    )
-    return transformers.GPT2LMHeadModel(config)
+    own = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
+    own |= {"vocab_size": 32, "n_positions": 16, "n_embd": 16, "n_layer": 2, "n_head": 2}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**own, use_cache=False))
 
 
 def arguments(folder, **settings):
@@ -65,16 +56,6 @@ class Seeding(transformers.TrainerCallback):
         torch.manual_seed(state.global_step)
 
 
-class Seen:
-    """Losses of the steps."""
-
-    def training_step(self, *args, **kwargs):
-        loss = super().training_step(*args, **kwargs)
-        assert loss.dtype is torch.float32
-        self.__dict__.setdefault("losses", []).append(loss)
-        return loss
-
-
 class Plain(Seen, transformers.Trainer):
     pass
 
@@ -89,6 +70,7 @@ def trained(folder, mode, *, model=None, callbacks=(), resume=None, **settings):
     given |= {"callbacks": [Seeding(), *callbacks], "eval_dataset": data(8)}
     own = Plain(**given) if mode is None else Own(**given, precision=mode)
     own.train(resume_from_checkpoint=resume)
+    assert {loss.dtype for loss in own.losses} == {torch.float32}
     return own
 
 
@@ -105,10 +87,7 @@ def by_hand(mode, clip=1.0, accumulate=1, steps=6):
     model, optimizer = mprun.prepare(model, optimizer, mode)
     schedule = transformers.get_linear_schedule_with_warmup(optimizer, 0, steps)
     rows = data()
-    batches = [
-        {key: torch.stack([row[key] for row in rows[at : at + 4]]) for key in rows[0]}
-        for at in range(0, len(rows), 4)
-    ]
+    batches = [*torch.utils.data.DataLoader(rows, batch_size=4)]
     model.train()
     for index in range(steps * accumulate):
         if index % accumulate == 0:
@@ -160,9 +139,8 @@ def test_clipping_clips(mode, tmp_path):
 
 def test_after_a_skipped_update_no_schedule_advances(tmp_path):
     """As the Trainer does itself in its own FP16."""
-    high = DynamicLossScale(
-        DynamicRule(init_scale=2.0**40, max_scale=2.0**50), device=torch.device("cpu")
-    )
+    rule = DynamicRule(init_scale=2.0**40, max_scale=2.0**50)
+    high = DynamicLossScale(rule, device=torch.device("cpu"))
     settings = {"eval_dataset": data(8), "train_dataset": data(), "precision": "amp"}
     own = Own(gpt2(), arguments(tmp_path), scaler=high, **settings)
     own.train()
@@ -234,24 +212,15 @@ class Preferring:
         return (loss, outputs) if return_outputs else loss
 
 
-class PlainPreferring(Preferring, Plain):
-    pass
-
-
-class OwnPreferring(Preferring, Own):
-    pass
-
-
 def preferred(folder, mode):
     given = {"args": arguments(folder, max_steps=5), "train_dataset": data()}
     given |= {"eval_dataset": data(8), "reference": gpt2(dropout=0.0)}
-    model = gpt2(dropout=0.0)
-    if mode is None:
-        own = PlainPreferring(model, **given)
-    else:
-        own = OwnPreferring(model, **given, precision=mode)
-    own.train()
-    return own
+    given |= {} if mode is None else {"precision": mode}
+    own = type("Own", (Preferring, Plain if mode is None else Own), {})
+    trainer = own(gpt2(dropout=0.0), **given)
+    trainer.train()
+    assert {loss.dtype for loss in trainer.losses} == {torch.float32}
+    return trainer
 
 
 @pytest.mark.parametrize("mode", ["fp16_master_scaled", "amp", "bf16_master"])
@@ -357,28 +326,40 @@ def accelerated():
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
+def adamw(model):
+    return torch.optim.AdamW(model.parameters(), 1e-2, eps=1e-3)
+
+
+def accelerated_step(accelerator, model, optimizer, batch, schedule=None):
+    """The loss of a micro-batch: its own accumulation, backward pass and clipping."""
+    with accelerator.accumulate(model):
+        loss = model(**batch).loss
+        accelerator.backward(loss)
+        if accelerator.sync_gradients:
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        if schedule is not None:
+            schedule.step()
+        optimizer.zero_grad()
+    return loss
+
+
 def of_accelerate(accelerated, mode, late):
-    """Its own accumulation, backward pass and clipping; the optimizer made before, or after."""
+    """late: the optimizer is made after the model is prepared."""
     # The seed of random bits is the last one before an optimizer is known: that of the model.
     accelerator, rows, model = accelerated("no"), data(), gpt2(dropout=0.0)
     accelerator.gradient_accumulation_steps = 2
-    optimizer = None if late else torch.optim.AdamW(model.parameters(), 1e-2, eps=1e-3)
+    optimizer = None if late else adamw(model)
     if mode is not None:
         mprun.prepare(model, optimizer, mode)
-    if optimizer is None:
-        optimizer = torch.optim.AdamW(model.parameters(), 1e-2, eps=1e-3)
+    optimizer = optimizer or adamw(model)
     model, optimizer, loader = accelerator.prepare(
         model, optimizer, torch.utils.data.DataLoader(rows, batch_size=4)
     )
     if mode is not None:
         assert state_of(optimizer) is state_of(optimizer.optimizer)
     for batch in loader:
-        with accelerator.accumulate(model):
-            accelerator.backward(model(**batch).loss)
-            if accelerator.sync_gradients:
-                accelerator.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
+        accelerated_step(accelerator, model, optimizer, batch)
     return model.state_dict()
 
 
@@ -389,7 +370,7 @@ def test_the_loop_of_accelerate_is_the_loop_written_by_hand(mode, late, accelera
     if mode == "fp32":
         assert_same_bits({**found}, {**of_accelerate(accelerated, None, late)})
     model = gpt2(dropout=0.0)
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-2, eps=1e-3)
+    optimizer = adamw(model)
     mprun.prepare(model, optimizer, mode)
     rows = [*torch.utils.data.DataLoader(data(), batch_size=4)]
     for first, second in zip(rows[::2], rows[1::2], strict=True):
@@ -408,7 +389,7 @@ def saved_by_accelerate(accelerated, mode, folder, resumed):
     """
     accelerator, rows, model = accelerated("no"), data(48), gpt2()
     accelerator.gradient_accumulation_steps = 2
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-2, eps=1e-3)
+    optimizer = adamw(model)
     if mode is not None:
         mprun.prepare(model, optimizer, mode)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 6)
@@ -423,14 +404,7 @@ def saved_by_accelerate(accelerated, mode, folder, resumed):
     for batch in loader:
         if len(losses) == 6 and not resumed:
             accelerator.save_state(folder)
-        with accelerator.accumulate(model):
-            losses.append(model(**batch).loss)
-            accelerator.backward(losses[-1])
-            if accelerator.sync_gradients:
-                accelerator.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            schedule.step()
-            optimizer.zero_grad()
+        losses.append(accelerated_step(accelerator, model, optimizer, batch, schedule))
     return losses[-6:], {**model.state_dict()}, optimizer.state_dict()
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ...helpers import assert_same_bits
-from .trainers import assert_same_end, run_page
+from .trainers import Seen, assert_same_end, run_page
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of their imports
@@ -43,17 +43,10 @@ def tokenizer():
 
 def llama():
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
-    return transformers.LlamaForCausalLM(config)
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64}
+    sizes |= {"num_hidden_layers": 2, "num_attention_heads": 4}
+    ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **ids))
 
 
 def words(first, last, step=1):
@@ -75,13 +68,6 @@ def data(kind):
 class Seeding(transformers.TrainerCallback):
     def on_step_begin(self, args, state, control, **kwargs):
         torch.manual_seed(state.global_step)
-
-
-class Seen:
-    def training_step(self, *args, **kwargs):
-        loss = super().training_step(*args, **kwargs)
-        self.__dict__.setdefault("losses", []).append(loss)
-        return loss
 
 
 def trained(folder, kind, mode, lora=False, resume=None, **settings):

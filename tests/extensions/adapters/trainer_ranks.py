@@ -18,6 +18,9 @@ from mprun.prepared import state_of
 STEPS, HALF = 6, 4  # rows of half a batch
 PLANTED = 3  # step whose second half holds the value
 RATE, CLIP = 0.1, 1.0
+# Of Lightning: an epoch on the CPU, of which only `MprunRun` keeps something.
+QUIET = {"accelerator": "cpu", "max_epochs": 1, "logger": False, "enable_checkpointing": False}
+QUIET |= {"enable_progress_bar": False, "enable_model_summary": False}
 CASES = [(mode, plants) for mode in ("fp32", "fp16_master_scaled", "amp") for plants in (0, 1)]
 
 
@@ -68,10 +71,19 @@ def by_hand(mode, plants):
     return model, optimizer, skipped
 
 
-def of_lightning(mode, plants, folder, manual=False):
+def lightning_trainer(mode, folder, seed, **settings):
+    """Two processes, each of which takes its own half."""
     import lightning as L
 
     from mprun.extensions.adapters.lightning import MprunPrecision, MprunRun
+
+    settings |= QUIET | {"devices": 2, "use_distributed_sampler": False}
+    run = MprunRun(folder / "runs", seed=seed, log_every=1)
+    return L.Trainer(plugins=[MprunPrecision(mode)], callbacks=[run], **settings)
+
+
+def of_lightning(mode, plants, folder, manual=False):
+    import lightning as L
 
     class Module(L.LightningModule):
         def __init__(self):
@@ -92,23 +104,9 @@ def of_lightning(mode, plants, folder, manual=False):
         def configure_optimizers(self):
             return sgd(self)
 
-    module = Module()
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=2,
-        strategy="ddp",
-        max_epochs=1,
-        gradient_clip_val=None if manual else CLIP,
-        use_distributed_sampler=False,
-        plugins=[MprunPrecision(mode)],
-        callbacks=[MprunRun(folder / "runs", seed=plants, log_every=1)],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    rank = trainer.global_rank
-    trainer.fit(module, halves(plants, rank))
+    module, settings = Module(), {"gradient_clip_val": None if manual else CLIP}
+    trainer = lightning_trainer(mode, folder, plants, strategy="ddp", **settings)
+    trainer.fit(module, halves(plants, trainer.global_rank))
     return module.model, trainer.optimizers[0], trainer.global_step
 
 
