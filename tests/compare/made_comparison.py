@@ -27,14 +27,10 @@ def run(mode: str, seed: int, *, steps=2000, dies_at=None, gan=False, grid=None)
     scales = mode in ("fp16_master_scaled", "amp")
     skip_steps = np.array([1.0, 2, 3, 4, 900 + 10 * seed]) if scales else np.empty(0)
     skipped = np.isin(step, skip_steps)
-    scale = np.ones(steps)
-    if scales:
-        scale = 2.0 ** (
-            (15 if mode == "amp" else 16) - np.cumsum(skipped) + np.cumsum(step % 400 == 0)
-        )
-    end = steps
+    first = (15 if mode == "amp" else 16) if scales else 0
+    scale = 2.0 ** (first - np.cumsum(skipped) + scales * np.cumsum(step % 400 == 0))
+    end = steps if dies_at is None else dies_at
     if dies_at is not None:
-        end = dies_at
         loss[end - 20 : end] *= np.exp(np.arange(20) * 0.3)
         loss[end - 1] = np.nan
     train = {
@@ -136,9 +132,8 @@ def group(seeds=5, steps=2000) -> Group:
 
     def judged(name, sentence, difference=None, low=None, high=None, **more):
         parts = [None if v is None else v * baseline.mean for v in (difference, low, high)]
-        return Verdict(
-            name, sentence, "paired", every, every, *parts, margin=margin, level=0.90, **more
-        )
+        more |= {"margin": margin, "level": 0.90}
+        return Verdict(name, sentence, "paired", every, every, *parts, **more)
 
     dead = {s: steps // 3 + 50 * s for s in every[::2]}
     verdicts = {
@@ -207,10 +202,8 @@ def gan_group(folder: Path, seeds=3) -> Group:
     """DCGAN in three modes with sample grids; losses are no outcome, so nothing is judged."""
     arms = []
     for number, mode in enumerate(("fp32", "fp16_master_scaled", "amp")):
-        runs = [
-            run(mode, s, gan=True, grid=write_grid(folder / f"{mode}-{s}.png", 10 * number + s))
-            for s in range(seeds)
-        ]
+        grids = [write_grid(folder / f"{mode}-{s}.png", 10 * number + s) for s in range(seeds)]
+        runs = [run(mode, seed, gan=True, grid=grid) for seed, grid in enumerate(grids)]
         verdict = Verdict("not assessed", "not assessed: the losses of a GAN are no outcome.")
         arms.append(row(runs, verdict, speedup=1.1 if number else None))
     return Group(
@@ -228,9 +221,8 @@ def gan_group(folder: Path, seeds=3) -> Group:
 
 def comparison(*groups: Group, **more) -> Comparison:
     """With a fixed date, so that what is written of it is the same every time."""
-    return Comparison(
-        list(groups) or [group()], created="2026-01-09T12:00:00", version="0.1", **more
-    )
+    written = {"created": "2026-01-09T12:00:00", "version": "0.1"}
+    return Comparison(list(groups) or [group()], **(written | more))
 
 
 VOID = {"meta", "br", "wbr", "img"}
@@ -266,6 +258,5 @@ class Page(HTMLParser):
 
     @property
     def words(self) -> str:
-        return " ".join(
-            " ".join(data for tag, data in self.texts if tag not in ("style", "script")).split()
-        )
+        shown = [data for tag, data in self.texts if tag not in ("style", "script")]
+        return " ".join(" ".join(shown).split())

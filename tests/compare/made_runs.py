@@ -3,6 +3,7 @@
 import numpy as np
 
 from mprun.comparison.findings import Arm, RunData
+from mprun.comparison.grouping import ProtoGroup
 
 
 def made_run(
@@ -19,7 +20,7 @@ def made_run(
     `train`: one training loss per step; its first 20 and last tenth become `first_losses` and
     `last_losses`. `fields`: anything else of RunData.
     """
-    steps = [100 * (index + 1) for index in range(len(finals))] if steps is None else steps
+    steps = list(range(100, 100 * len(finals) + 1, 100)) if steps is None else steps
     losses = np.array([] if train is None else train, dtype=np.float64)
     evals = {
         "step": np.array(steps, dtype=np.float64),
@@ -46,3 +47,11 @@ def made_arm(finals: dict[int, float], mode: str = "fp32", **fields) -> Arm:
     """An arm from seed -> final value."""
     runs = [made_run(seed, value, mode=mode, **fields) for seed, value in finals.items()]
     return Arm(label=mode, mode=mode, runs=runs)
+
+
+def together(
+    base: Arm, *modes: Arm, metric: str = "loss", margin: float = 0.01, window: int = 1, **more
+) -> ProtoGroup:
+    """The group of a baseline and its modes, before it is judged."""
+    keys = {"compare.metric": metric, "compare.margin": margin, "compare.window": window}
+    return ProtoGroup("made", "made", base, [*modes], keys | more)

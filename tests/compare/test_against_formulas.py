@@ -8,18 +8,12 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
 from mprun.comparison.decision import pairing
-from mprun.comparison.equivalence import (
-    Interval,
-    estimate,
-    outlier,
-    permutation_p,
-    seeds_needed,
-)
+from mprun.comparison.equivalence import Interval, estimate, outlier, permutation_p, seeds_needed
 from mprun.comparison.gap_growth import _difference, last_half, paired_gaps, slope_interval
 from mprun.comparison.looks import hopeless
 from mprun.comparison.planned import more_needed
@@ -62,10 +56,8 @@ def test_permutation_p_is_the_share_of_all_rearrangements(rows, own_count, paire
         "worse": counted(own, base, margins, 1, paired),
         "better": counted(own, base, [-m for m in margins], -1, paired),
     }[claim]
-    assert permutation_p(claim, own, base, paired, margins) == (
-        pytest.approx(float(expected), abs=1e-12),
-        1 / count,
-    )
+    found, least = permutation_p(claim, own, base, paired, margins)
+    assert found == pytest.approx(float(expected), abs=1e-12) and least == 1 / count
 
 
 @pytest.mark.parametrize("paired", [True, False])
@@ -91,6 +83,11 @@ def test_drawn_rearrangements_give_about_the_p_of_all(paired):
 
 @quick
 @given(st.lists(st.integers(-6, 6) | st.sampled_from([-700, 61, 120, 700]), max_size=7))
+@example([2.0, 2.01, 9.9, 2.002, 1.991])  # the third
+@example([2.0, 2.01, 2.1, 2.002, 1.991])  # none: 0.1 away, the others 0.02 apart
+@example([-5.0, 2.0, 2.01])
+@example([1.5, 2.0, 2.01])  # none: 0.5 away, of three values so in more than 3 %
+@example([2.0, 2.0, 2.0, 9.0])  # none: no scatter to tell by
 def test_an_outlier_is_far_from_the_median_of_the_others(values):
     found = []
     for place in range(len(values) if len(values) >= 3 else 0):
@@ -231,6 +228,7 @@ def test_gaps_are_the_influence_of_each_seed_on_the_ratio_of_means(seed, seeds, 
     for alpha in (0.05, 0.01):
         found = slope_interval(x, own, alpha)
         ends = stats.ttest_1samp(slopes, 0).confidence_interval(1 - 2 * alpha)
+        assert found.difference == pytest.approx(np.mean(slopes), rel=1e-7, abs=1e-12)
         assert (found.low, found.high) == pytest.approx(tuple(ends), rel=1e-7, abs=1e-12)
     own[:, generator.integers(points)] = np.nan
     late, of_them = last_half(x, own)

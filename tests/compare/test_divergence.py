@@ -38,29 +38,34 @@ def test_a_non_finite_loss_at_an_applied_step_of_a_run_that_went_on():
 
 def test_b_more_than_50_skips_in_a_row():
     assert one(made_run(0, 1.0, longest_skip_streak=50)) is None
-    reason, step = one(made_run(0, 1.0, longest_skip_streak=51, skipped=51))
-    assert reason == "51 skipped updates in a row"
-    assert step is None  # the steps of the skips are not known
+    found = one(made_run(0, 1.0, longest_skip_streak=51, skipped=51))
+    assert found == ("51 skipped updates in a row", None)  # the steps of the skips are not known
     steps = np.array([3.0, 5.0, *range(100, 160), 200.0])
     run = made_run(0, 1.0, longest_skip_streak=60, skipped=63, skip_steps=steps)
-    reason, step = one(run)
-    assert reason == "60 skipped updates in a row"
-    assert step == 150 and type(step) is int  # 100 is the first, 150 the 51st
+    found = one(run)  # 100 is the first, 150 the 51st
+    assert found == ("60 skipped updates in a row", 150) and type(found[1]) is int
 
 
-def test_c_less_than_a_tenth_of_the_progress():
-    # The baseline goes from 2 to 1: a tenth of its progress ends at 1.9.
-    assert one(made_run(9, 1.9, train=curve(2.0, 1.9)), baseline()) is None
-    reason, step = one(made_run(9, 1.91, train=curve(2.0, 1.91), last_step=100), baseline())
-    assert reason == "learned next to nothing: training loss 2 to 1.91, baseline to 1"
-    assert step == 100
-    assert one(made_run(9, 5.0, train=curve(2.0, 5.0)), baseline()) is not None
-
-
-def test_the_first_ten_losses_are_the_start():
-    # The falling second ten would make the start 1.75 on average, and its tenth 1.825.
-    run = made_run(9, 1.85, train=[2.0] * 10 + [1.5] * 10 + [1.85] * 80)
-    assert one(run, baseline()) is None
+@pytest.mark.parametrize(
+    ("losses", "base", "said"),
+    [
+        # The baseline goes from 2 to 1: a tenth of its progress ends at 1.9.
+        (curve(2.0, 1.9), {}, None),
+        (curve(2.0, 1.91), {}, "2 to 1.91, baseline to 1"),
+        (curve(2.0, 5.0), {}, "2 to 5, baseline to 1"),
+        # The falling second ten would make the start 1.75 on average, and its tenth 1.825.
+        ([2.0] * 10 + [1.5] * 10 + [1.85] * 80, {}, None),
+        # Random labels: 2 to 1.99 with single losses 0.05 apart; a tenth of 0.01 is noise.
+        (curve(2.0, 2.0), {"end": 1.99, "scatter": 0.05}, None),
+        (curve(2.0, 2.0), {"end": 1.99}, "2 to 2, baseline to 1.99"),  # without scatter it is not
+        (curve(2.0, 2.5), {"end": 2.1}, None),
+    ],
+    ids=["a tenth", "less", "upwards", "first ten", "noise", "no noise", "baseline upwards"],
+)
+def test_c_less_than_a_tenth_of_the_progress(losses, base, said):
+    run = made_run(9, 1.9, train=losses, last_step=100)
+    expected = said and (f"learned next to nothing: training loss {said}", 100)
+    assert one(run, baseline(**base)) == expected
 
 
 def test_a_baseline_run_is_held_against_the_others():
@@ -85,15 +90,6 @@ def test_gans_and_foreign_logs_have_no_progress():
     assert one(stuck, baseline(), gan=True) is None
     stuck.foreign = True
     assert one(stuck, baseline()) is None
-
-
-def test_a_baseline_that_learned_nothing_is_no_measure():
-    # Random labels: 2 to 1.99 with single losses 0.05 apart; a tenth of 0.01 is noise.
-    runs = baseline(end=1.99, scatter=0.05)
-    assert one(made_run(9, 2.0, train=curve(2.0, 2.0)), runs) is None
-    assert one(made_run(9, 2.5, train=curve(2.0, 2.5)), baseline(end=2.1)) is None
-    # The same progress without scatter is progress.
-    assert one(made_run(9, 2.0, train=curve(2.0, 2.0)), baseline(end=1.99)) is not None
 
 
 @pytest.mark.parametrize("missing", ["first_losses", "last_losses"])

@@ -15,6 +15,9 @@ from mprun.plots.panel import GREY, INK, SHIPPED, inline_svg, settings, styles
 
 from .made_comparison import gan_group, group, row, run
 
+TOP1 = {"metric": "top1", "higher_is_better": True, "unit": "points", "relative": False}
+TOP1 |= {"margin_setting": 0.5}
+
 
 @pytest.fixture(autouse=True)
 def drawing_settings():
@@ -45,8 +48,7 @@ def test_band_is_mean_and_extremes_of_the_seeds_that_still_run():
 
 
 def test_more_records_than_points_become_the_means_of_the_nearest():
-    x = np.arange(1.0, 9)
-    curves = [(x, x * 10)]
+    curves = [(x := np.arange(1.0, 9), x * 10)]
     b = band(curves, grid(curves, 2))  # points 1 and 8; the middle is 4.5
     np.testing.assert_array_equal(b.x, [1, 8])
     np.testing.assert_array_equal(b.mean, [25, 65])  # of 10 to 40 and of 50 to 80
@@ -63,16 +65,15 @@ def test_a_record_that_is_not_finite_is_bridged_and_nothing_is_made_up_outside()
 
 @pytest.mark.slow
 def test_every_figure_of_a_full_group(usual):
-    curves = ["loss-steps", "loss-updates", "eval-loss", "loss-scale"]
-    bars = ["throughput", "memory"]
-    assert list(usual) == ["intervals", "difference", "difference-training", *curves, *bars]
+    names = "intervals difference difference-training loss-steps loss-updates eval-loss loss-scale"
+    assert list(usual) == [*names.split(), "throughput", "memory"]
     one = group(seeds=3, steps=400)
     assert "loss-scale" not in drawn(replace(one, rows=one.rows[:2]))  # where nothing scales
 
 
 def test_losses_of_a_gan_get_curves_but_no_intervals(tmp_path):
-    names = list(drawn(gan_group(tmp_path, seeds=1)))
-    assert names[:4] == ["loss-steps", "loss-updates", "eval-d_loss", "eval-g_loss"]
+    names = [*drawn(gan_group(tmp_path, seeds=1))]
+    assert names[:4] == "loss-steps loss-updates eval-d_loss eval-g_loss".split()
     assert "intervals" not in names
 
 
@@ -108,12 +109,8 @@ def three_seeds(*own: list[float], base: list[list[float]]):
     one = group(seeds=3, steps=400)
     arms = []
     for mode, losses in (("fp32", base), ("amp", own)):
-        runs = [
-            replace(
-                run(mode, seed), train={"step": np.arange(1.0, len(y) + 1), "loss": np.array(y)}
-            )
-            for seed, y in enumerate(losses)
-        ]
+        curves = [{"step": np.arange(1.0, len(y) + 1), "loss": np.array(y)} for y in losses]
+        runs = [replace(run(mode, seed), train=curve) for seed, curve in enumerate(curves)]
         arms.append(row(runs, Verdict("matches", ".")))
     return replace(one, baseline=arms[0], rows=arms[1:])
 
@@ -130,23 +127,11 @@ def test_the_difference_is_paired_and_its_band_the_verdicts_interval_at_that_poi
     np.testing.assert_allclose([b.mean, b.low, b.high], [[5, 0], [low, 0], [high, 0]])
 
 
-def test_a_point_with_fewer_than_three_seeds_left_has_a_mean_and_no_band():
-    one = three_seeds([1.0, 4.4], [2.0, 4.2], [3.0], base=[[1.0, 4], [2, 4], [3, 4]])
-    ((_, b, _),) = differences(one, TRAINING[0], 10)
-    np.testing.assert_allclose(b.mean, [0, 7.5])
-    np.testing.assert_array_equal(np.isfinite(b.low), [True, False])
-    ((_, b, _),) = differences(
-        three_seeds([1.1, 4], [2.4, 4], base=[[1.0, 4], [2, 4]]), TRAINING[0], 9
-    )
-    np.testing.assert_allclose([b.low[0], b.high[0]], [100 * 0.1 / 1.5, 100 * 0.4 / 1.5])
-
-
 def test_a_fall_of_an_accuracy_is_above_zero_in_points():
     one = three_seeds([70.0, 80], [70, 80], [70, 80], base=[[70.0, 81]] * 3)
     for every in one.every_run:
         every.evals = {"step": every.train["step"], "top1": every.train["loss"]}
-    points = {"unit": "points", "relative": False, "margin_setting": 0.5}
-    one = replace(one, metric="top1", higher_is_better=True, **points)
+    one = replace(one, **TOP1)
     ((_, b, _),) = differences(one, evaluation("top1"), 10)
     np.testing.assert_allclose(b.mean, [0, 1])
     drawing = drawn(one)["difference"]
@@ -250,12 +235,11 @@ def test_without_a_skipped_update_no_picture_is_drawn_twice():
 def test_updates_axis_ends_earlier_by_the_skipped_updates():
     scaled = row([run("amp", 0), run("amp", 1)], Verdict("inconclusive", "."))
     figures = drawn(replace(group(seeds=2), rows=[scaled]))
-    ends = {
-        name: curves_of(figures[name])[-1].get_xdata()[-1]
-        for name in ("loss-steps", "loss-updates")
-    }
-    assert ends["loss-steps"] == 2000
-    assert 1980 <= ends["loss-updates"] <= 1995  # five skipped; a point every 2000/239 updates
+    steps, updates = (
+        curves_of(figures[f"loss-{name}"])[-1].get_xdata()[-1] for name in ("steps", "updates")
+    )
+    # Five are skipped, and there is a point every 2000/239 updates.
+    assert steps == 2000 and 1980 <= updates <= 1995
 
 
 def test_intervals_lie_where_the_verdict_says(usual):
@@ -294,8 +278,7 @@ def test_the_scale_of_the_rows_ends_at_a_tick_beyond_every_mode():
 def test_points_of_accuracy_are_not_turned_into_percent():
     one = group(seeds=3, steps=400)
     verdict = Verdict("matches", ".", "paired", [0], [0], 0.2, -0.1, 0.45, margin=0.5)
-    points = {"unit": "points", "relative": False, "margin_setting": 0.5, "higher_is_better": True}
-    one = replace(one, metric="top1", rows=[replace(one.rows[3], verdict=verdict)], **points)
+    one = replace(one, rows=[replace(one.rows[3], verdict=verdict)], **TOP1)
     (axes,) = drawn(one)["intervals"].figure.axes
     assert [line.get_xdata()[0] for line in axes.lines if line.get_marker() == "o"] == [0.2]
     assert axes.get_xlabel() == "difference in points, worse →"
@@ -344,13 +327,11 @@ def test_any_label_is_drawn_as_it_is():
     assert set(labels) <= {text.strip() for text in texts}
 
 
-def test_known_modes_keep_their_colours_and_33_labels_can_be_told_apart():
-    assert styles(["amp"])["amp"] == styles(["fp32", "fp16_naive", "amp"])["amp"]
+def test_a_mode_looks_the_same_beside_any_others_and_33_labels_can_be_told_apart():
     labels = ["fp32", "amp", *(f"amp optim.lr={i}" for i in range(31))]
     assert len(set(styles(labels).values())) == 33
-
-
-def test_a_mode_of_the_users_own_looks_the_same_beside_any_others():
+    assert styles(["amp"])["amp"] == styles(["fp32", "fp16_naive", "amp"])["amp"]
+    # And so does one of the user's own.
     alone = styles(["fp32", "mine"])["mine"]
     assert alone == styles([*SHIPPED, "mine"])["mine"] == styles(["mine", "theirs"])["mine"]
     assert alone not in styles(SHIPPED).values() and alone.dashes == ()
@@ -359,12 +340,13 @@ def test_a_mode_of_the_users_own_looks_the_same_beside_any_others():
 def test_inline_svg_has_no_foreign_ids_sizes_or_rules_and_is_valid(usual):
     first = inline_svg(usual["loss-steps"].figure, "a", 'says "x" & 0.123')
     second = inline_svg(usual["loss-updates"].figure, "b", "y")
-    ids = [set(re.findall(r' id="([^"]+)"', text)) for text in (first, second)]
+    texts = first, second
+    ids = [set(re.findall(r' id="([^"]+)"', text)) for text in texts]
     assert ids[0] and not ids[0] & ids[1]
-    for text in (first, second):
+    for text, own in zip(texts, ids, strict=True):
         root = ET.fromstring(text)
         assert root.get("role") == "img" and root.get("width") is None
-        references = {a or b for a, b in re.findall(r'url\(#([^)]+)\)|href="#([^"]+)"', text)}
-        assert references == set(re.findall(r' id="([^"]+)"', text))
+        references = re.findall(r'url\(#([^)]+)\)|href="#([^"]+)"', text)
+        assert {a or b for a, b in references} == own
         assert "<style" not in text and "<metadata" not in text and INK not in text
     assert ET.fromstring(first).get("aria-label") == 'says "x" & 0.123'

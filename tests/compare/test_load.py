@@ -103,9 +103,8 @@ def test_of_equal_configuration_and_seed_the_first_with_an_outcome_counts(tmp_pa
     write_run(tmp_path / "d", seed=1, final=0.2, created=at(40))
     runs, notes = load_runs([tmp_path])
     assert [run.path for run in runs] == [str(tmp_path / "c"), str(tmp_path / "d")]
-    assert len(notes) == 2
-    assert notes[0].startswith(f"{tmp_path / 'b'}: left out (failed)")
-    assert notes[1].startswith(f"{tmp_path / 'a'}: left out (done)")
+    for note, start in zip(notes, ("b: left out (failed)", "a: left out (done)"), strict=True):
+        assert note.startswith(f"{tmp_path}/{start}")
     assert all(str(tmp_path / "c") in note for note in notes)
     # Of several without an outcome the newest counts.
     write_run(tmp_path / "e", seed=2, status="failed", created=at(10))
@@ -127,8 +126,7 @@ def test_runs_of_a_given_baseline_are_told_apart_from_equal_others(tmp_path):
     runs, notes = load_runs([tmp_path / "new"], baseline=tmp_path / "old")
     places = [str(tmp_path / name / "fp32-s0") for name in ("new", "old")]
     assert [run.path for run in runs] == places and notes == []
-    runs, notes = load_runs([tmp_path / "new", tmp_path / "old"])
-    assert len(runs) == 1 and len(notes) == 1
+    assert [len(found) for found in load_runs([tmp_path / "new", tmp_path / "old"])] == [1, 1]
 
 
 def test_a_run_that_has_not_recorded_yet_is_read(tmp_path):
@@ -170,12 +168,8 @@ def test_what_is_no_run_is_bad_input(tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("")
     run = write_run(tmp_path / "run")
-    reasons = {
-        "nowhere": "no such file or directory",
-        "empty": "contains no run",
-        "file": "is not a folder",
-    }
-    for name, reason in reasons.items():
+    reasons = ("no such file or directory", "contains no run", "is not a folder")
+    for name, reason in zip(("nowhere", "empty", "file"), reasons, strict=True):
         for before in ([], [run]):
             with raises_line(BadInput, f"{tmp_path / name}: {reason}"):
                 load_runs([*before, tmp_path / name])
@@ -213,7 +207,6 @@ def test_a_torn_last_line_of_a_killed_run_is_left_out(tmp_path):
         file.write('{"split": "train", "step": 50, "upd')
     [run], _ = load_runs([folder])
     assert run.last_step == 40
-    (folder / "metrics.jsonl").unlink()
     write_metrics(folder / "metrics.jsonl", 3.0)
     assert load_runs([folder])[0][0].evals["loss"].tolist() == [3.0]
 
@@ -226,11 +219,10 @@ def test_names_and_keys():
 
 def test_a_run_whose_record_is_gone_is_named(tmp_path, capsys):
     write_run(tmp_path / "a")
-    write_run(tmp_path / "b", "amp")
-    (tmp_path / "b" / "config.yaml").touch()
-    (tmp_path / "b" / "run.json").unlink()
+    (write_run(tmp_path / "b", "amp") / "run.json").unlink()
     (tmp_path / "c").mkdir()
-    (tmp_path / "c" / "config.yaml").touch()  # no run had only this
+    for name in ("b", "c"):
+        (tmp_path / name / "config.yaml").touch()  # no run had only this
     line = f"{tmp_path / 'b'}: left out, its run.json is gone"
     runs, notes = load_runs([tmp_path])
     assert [run.mode for run in runs] == ["fp32"] and notes == [line]

@@ -25,14 +25,16 @@ from ..helpers import raises_line
 LEVEL_ERROR = math.sqrt(0.05 * 0.95 / DRAWS)
 
 
+def below_zero(values, look):
+    """The p of scipy's one-sided t test of the first `look` values of each row."""
+    return stats.ttest_1samp(values[:, :look], 0.0, axis=1, alternative="less").pvalue
+
+
 @pytest.mark.parametrize("looks", [[], [5], [2, 5], [3, 3], [3, 10, 5], ["3", "x"]])
 def test_looks_that_are_none(looks):
     words = f"--looks {','.join(map(str, looks))}: must be two or more numbers of seeds, ascending"
     with raises_line(BadInput, words):
         planned_looks(looks)
-
-
-def test_looks_are_numbers_as_text_or_not():
     assert planned_looks([3, 5, 10]) == planned_looks(["3", "5", "10"]) == [3, 5, 10]
 
 
@@ -56,10 +58,7 @@ def test_level_recomputed_seed_by_seed(looks):
     draws = 60_000
     values = np.random.default_rng(12345).standard_normal((draws, looks[-1]))
     alpha = nominal_alpha(looks)
-    crossed = np.zeros(draws, dtype=bool)
-    for look in looks:
-        test = stats.ttest_1samp(values[:, :look], 0.0, axis=1, alternative="less")
-        crossed |= test.pvalue <= alpha
+    crossed = np.any([below_zero(values, look) <= alpha for look in looks], axis=0)
     error = math.hypot(math.sqrt(0.05 * 0.95 / draws), LEVEL_ERROR)
     assert abs(crossed.mean() - 0.05) < 4 * error
 
@@ -89,8 +88,8 @@ def test_the_alpha_does_not_change_from_call_to_call():
 def test_looks_planned_after_a_test_do_not_hold_the_level(looks, level):
     """Recomputed value by value: the first test at 5 %, the second at the alpha of both looks."""
     values = np.random.default_rng(11).standard_normal((40_000, looks[1]))
-    tests = [stats.ttest_1samp(values[:, :n], 0.0, axis=1, alternative="less") for n in looks]
-    crossed = (tests[0].pvalue <= 0.05) | (tests[1].pvalue <= nominal_alpha(looks))
+    first, second = (below_zero(values, look) for look in looks)
+    crossed = (first <= 0.05) | (second <= nominal_alpha(looks))
     assert level_after_a_test(looks) == pytest.approx(crossed.mean(), abs=0.006)
     assert level_after_a_test(looks) == pytest.approx(level, abs=0.003)
 
@@ -127,8 +126,7 @@ def test_spent_share_recomputed_value_by_value(first, most):
     values = np.random.default_rng(99).standard_normal((draws, most))
     crossed = np.zeros(draws, dtype=bool)
     for count, alpha in enumerate(spent_alphas(first, most), first):
-        test = stats.ttest_1samp(values[:, :count], 0.0, axis=1, alternative="less")
-        crossed |= test.pvalue <= alpha
+        crossed |= below_zero(values, count) <= alpha
         spent = spent_by(count, most)
         assert abs(crossed.mean() - spent) < 4 * math.sqrt(spent * (1 / draws + 1 / DRAWS))
 
@@ -149,14 +147,11 @@ def test_as_many_paths_cross_as_are_spent(monkeypatch):
         assert count == 3 or crossed.sum() == round(1000 * spent_by(count, 5))
 
 
-def test_one_look_spends_all():
-    assert spent_alphas(10, 10) == spent_alphas(2, 2) == (0.05,)
-
-
 @pytest.mark.parametrize("looks", [(1, 5), (5, 4)])
 def test_looks_that_spend_nothing(looks):
     with pytest.raises(ValueError, match=r"first=\d, most=\d: must be 2"):
         spent_alphas(*looks)
+    assert spent_alphas(10, 10) == spent_alphas(2, 2) == (0.05,)  # one look spends all
 
 
 def test_spent_alphas_do_not_change_from_call_to_call():
@@ -200,9 +195,7 @@ def test_hopeless_of_a_ratio_and_of_samples_that_are_no_pairs():
 
 
 def test_nobody_gives_up_too_early():
-    four = paired_interval(FIVE[1:], [0.0] * 4)
-    assert hopeless(four, 0.1, 10) is None
-    equal = paired_interval([1.0] * 5, [0.0] * 5)
-    assert hopeless(equal, 2.0, 10) is None
+    assert hopeless(paired_interval(FIVE[1:], [0.0] * 4), 0.1, 10) is None
+    assert hopeless(paired_interval([1.0] * 5, [0.0] * 5), 2.0, 10) is None
     unknown = estimate(FIVE, FIVE[::-1], "paired", relative=True)  # the baseline's mean is 0
     assert hopeless(unknown, 0.1, 10) is None

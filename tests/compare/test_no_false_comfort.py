@@ -5,12 +5,12 @@ import json
 import pytest
 
 from mprun.cli import main
-from mprun.record.metrics import MetricsFile
 
 from ..helpers import refused
-from .run_folders import change_record, compared, write_run, write_study
+from .run_folders import change_record, compared, write_metrics, write_run, write_study
 
 FINAL = (2.00, 2.02, 1.99)
+FALLING = [3.0 - step / 40 for step in range(40)]
 
 
 @pytest.fixture
@@ -26,14 +26,11 @@ def row_of_amp(capsys) -> dict:
     return row
 
 
-def write_losses(path, losses: list[float], evaluation: float) -> None:
-    path.unlink(missing_ok=True)
-    file = MetricsFile(path)
-    for step, loss in enumerate(losses, start=1):
-        head = {"step": step, "updates": step, "skipped": 0, "epoch": step / 40}
-        file.write({"split": "train", **head, "loss": loss, "loss_scale": 1.0})
-    file.write({"split": "eval", **head, "loss": evaluation, "seconds": 0.1})
-    file.close()
+def said(capsys, *words, code=3) -> str:
+    """What `mprun compare runs --no-report` prints, in one line."""
+    capsys.readouterr()
+    assert main(["compare", "runs", "--no-report", *words]) == code
+    return " ".join(capsys.readouterr().out.split())
 
 
 def test_seeds_with_equal_records_are_one_run(study, capsys):
@@ -48,8 +45,7 @@ def test_seeds_with_equal_records_are_one_run(study, capsys):
     for mode in ("amp", "fp32"):
         told = f"seeds 1-2 of {mode}, which recorded what seed 0 did, bit for bit: one run"
         assert told in sentence
-    assert main(["compare", "runs", "--check", "--no-report"]) == 3
-    capsys.readouterr()
+    said(capsys, "--check")
     # A run that diverged is never one that did not.
     change_record(study / "amp-s1", status="diverged", cause="non-finite loss")
     assert row_of_amp(capsys)["verdict"]["name"] == "diverged"
@@ -64,7 +60,7 @@ def test_seeds_with_equal_records_are_one_run(study, capsys):
 
 def test_runs_with_few_losses_may_be_equal_by_chance(study, capsys):
     for path in study.iterdir():
-        write_losses(path / "metrics.jsonl", [2.0, 1.5], evaluation=1.5)
+        write_metrics(path / "metrics.jsonl", 1.5, losses=[2.0, 1.5])
         change_record(path, last_step=2)
     row = row_of_amp(capsys)
     assert row["verdict"]["name"] == "matches" and len(row["runs"]) == 3
@@ -72,7 +68,7 @@ def test_runs_with_few_losses_may_be_equal_by_chance(study, capsys):
 
 def test_the_study_matches_as_it_stands(study, capsys):
     assert row_of_amp(capsys)["verdict"]["name"] == "matches"
-    assert main(["compare", "runs", "--check", "--no-report"]) == 0
+    said(capsys, "--check", code=0)
 
 
 @pytest.mark.parametrize(
@@ -87,7 +83,7 @@ def test_the_study_matches_as_it_stands(study, capsys):
 )
 def test_equal_to_a_baseline_that_learned_nothing_is_no_match(study, capsys, losses):
     for path in study.iterdir():
-        write_losses(path / "metrics.jsonl", losses, evaluation=2.0)
+        write_metrics(path / "metrics.jsonl", 2.0, losses=losses)
     verdict = row_of_amp(capsys)["verdict"]
     assert verdict["name"] == "invalid baseline"
     assert "learned next to nothing" in verdict["sentence"]
@@ -105,7 +101,7 @@ def test_a_missing_seed_fails_the_check(study, capsys):
     row = row_of_amp(capsys)
     assert row["verdict"]["name"] == "matches" and row["verdict"]["seeds"] == [0, 1, 2]
     assert any("seed 3: failed (killed by SIGKILL)" in note for note in row["notes"])
-    assert main(["compare", "runs", "--check", "--no-report"]) == 3
+    said(capsys, "--check")
 
 
 def test_a_skipped_warm_up_is_no_warning(study, capsys):
@@ -127,8 +123,7 @@ def test_one_bad_group_does_not_stop_the_others(study, capsys):
     lines = evaluation.read_text().splitlines()
     evaluation.write_text("\n".join(lines[:-1]) + "\n")
     found = compared(capsys, "runs")
-    assert len(found["groups"]) == 1
-    assert "amp-s1" in found["not_compared"][0]
+    assert len(found["groups"]) == 1 and "amp-s1" in found["not_compared"][0]
 
 
 def test_a_truncated_record_is_damaged(study, capsys):
@@ -148,26 +143,22 @@ def test_of_figures_beside_the_report_only_its_own_are_replaced(study):
 def test_a_seed_without_a_partner_fails_the_check_and_is_said_first(study, capsys):
     """Seeds 0 to 2 alike, and the mode's seed 3 at eleven times: what is left out is no comfort."""
     write_run(study / "amp-s3", "amp", 3)
-    losses = [3.0 - step / 40 for step in range(40)]
-    write_losses(study / "amp-s3/metrics.jsonl", losses, evaluation=22.0)
-    assert main(["compare", "runs", "--check", "--no-report"]) == 3
-    printed = " ".join(capsys.readouterr().out.split())
+    write_metrics(study / "amp-s3/metrics.jsonl", 22.0, losses=FALLING)
+    printed = said(capsys, "--check")
     assert "left out of amp: having no partner: seed 3 of this mode" in printed[:250]
     assert "Over all, unpaired: inconclusive, difference +2" in printed
     assert "0-2 (not 3)" in printed
-    verdict = row_of_amp(capsys)["verdict"]
-    assert verdict["left_out"] == ["having no partner: seed 3 of this mode"]
+    left_out = row_of_amp(capsys)["verdict"]["left_out"]
+    assert left_out == ["having no partner: seed 3 of this mode"]
 
 
 def test_a_stopped_cell_is_named_with_configuration_and_reason(study, capsys):
     write_run(study / "fp32-s3", "fp32", 3)
     write_run(study / "amp-s3", "amp", 3, status="preempted", cause="SIGTERM")
-    assert main(["compare", "runs", "--no-report"]) == 0
-    printed = " ".join(capsys.readouterr().out.split())
+    printed = said(capsys, code=0)
     title = printed.partition(": left out of amp: having no partner: seed 3 of FP32 (amp, ")[0]
     assert title.startswith("Not the comparison ") and len(title) < 80
-    why = "seed 3: preempted at step 40 (SIGTERM))"
-    assert f"seed 3 of FP32 (amp, {why}" in printed
+    assert "seed 3 of FP32 (amp, seed 3: preempted at step 40 (SIGTERM))" in printed
 
 
 def test_means_are_over_the_seeds_that_are_compared(study, capsys):
@@ -175,16 +166,14 @@ def test_means_are_over_the_seeds_that_are_compared(study, capsys):
     [group] = compared(capsys, "runs")["groups"]
     for row in (group["baseline"], *group["modes"]):
         assert row["mean"] == pytest.approx(sum(FINAL) / 3)
-    assert main(["compare", "runs", "--markdown", "--no-report"]) == 0
-    assert "2.003 (seeds 0-2)" in capsys.readouterr().out
+    assert "2.003 (seeds 0-2)" in said(capsys, "--markdown", code=0)
 
 
 def test_a_seed_of_its_own_sort_is_named(study, capsys):
-    losses = [3.0 - step / 40 for step in range(40)]
     for seed, loss in ((3, 2.01), (4, 1.98)):
         write_run(study / f"fp32-s{seed}", "fp32", seed, final=loss)
         write_run(study / f"amp-s{seed}", "amp", seed, final=loss + 1e-3)
-    write_losses(study / "amp-s3/metrics.jsonl", losses, evaluation=2.01 + 7.9)
+    write_metrics(study / "amp-s3/metrics.jsonl", 2.01 + 7.9, losses=FALLING)
     verdict = row_of_amp(capsys)["verdict"]
     assert verdict["name"] == "inconclusive"
     assert "One stands out: seed 3 of this mode differs by 7.9," in verdict["sentence"]
@@ -192,13 +181,4 @@ def test_a_seed_of_its_own_sort_is_named(study, capsys):
 
 def test_a_repeat_that_is_left_out_fails_the_check(study, capsys):
     write_run(study / "again", "amp", 1, final=9.0, created="2026-11-21T10:00:00+00:00")
-    assert main(["compare", "runs", "--check", "--no-report"]) == 3
-    assert "left out of amp: a repeat of seed 1: runs/again" in capsys.readouterr().out
-
-
-def test_one_seed_of_each_gives_facts(study, capsys):
-    for path in (*study.glob("*-s1"), *study.glob("*-s2")):
-        path.rename(study.parent / path.name)
-    verdict = row_of_amp(capsys)["verdict"]
-    about = "one pair (seed 0, equal at all 22 compared steps, bit for bit): facts, no verdict."
-    assert verdict["sentence"].startswith(about)
+    assert "left out of amp: a repeat of seed 1: runs/again" in said(capsys, "--check")

@@ -26,20 +26,20 @@ from .run_folders import write_run, write_study
 LABELS = styles(["fp32", "fp16_naive", "fp16_master", "fp16_master_scaled", "amp"])
 
 
+def counts(zeros: int, inf: int = 0, classes=({},) * 4) -> ExponentCounts:
+    made = {"zeros": zeros, "inf": inf, "nan": 0, "classes": [*classes]}
+    return ExponentCounts.from_json(made)
+
+
 def values(shift: int = 0, dtype: str = "fp32") -> TensorStats:
     """8 zeros and, times 2^shift: 2^-25, 1.5 * 2^-25, 1.5 * 2^-20, four times 1.5, 65535.
 
     FP16 makes of these, without the shift: 0 (a tie, to even); two subnormals (2^-24 and
     1.5 * 2^-20); four times 1.5; infinity.
     """
-    classes = [
-        {str(-25 + shift): 1},
-        {str(-25 + shift): 1, str(-20 + shift): 1, str(shift): 4},
-        {},
-        {str(15 + shift): 1},
-    ]
-    counts = ExponentCounts.from_json({"zeros": 8, "inf": 0, "nan": 0, "classes": classes})
-    return TensorStats(counts, 65535.0 * 2.0**shift, dtype)
+    several = {str(-25 + shift): 1, str(-20 + shift): 1, str(shift): 4}
+    classes = [{str(-25 + shift): 1}, several, {}, {str(15 + shift): 1}]
+    return TensorStats(counts(8, classes=classes), 65535.0 * 2.0**shift, dtype)
 
 
 def record(step: int, log2_scale: int = 0, skipped=False, shadow=None) -> ProbeRecord:
@@ -62,14 +62,13 @@ def record(step: int, log2_scale: int = 0, skipped=False, shadow=None) -> ProbeR
 def probed_group(tmp_path):
     """FP32 probed at scale 1; amp (its seeds 1 and 2) at 2^10 and 2^12, and at a skipped update."""
     one = group(seeds=3, steps=400)
-    for row in one.every_row:
-        for run in row.arm.runs:
-            folder = tmp_path / "runs" / f"{row.arm.label}-s{run.seed}"
-            folder.mkdir(parents=True)
-            run.path = str(folder)
-            # Only what was probed is there to be drawn.
-            run.train, run.evals, run.samples_per_s, run.peak_bytes = {}, {}, None, None
     runs = tmp_path / "runs"
+    for run in one.every_run:
+        folder = runs / f"{run.mode}-s{run.seed}"
+        folder.mkdir(parents=True)
+        run.path = str(folder)
+        # Only what was probed is there to be drawn.
+        run.train, run.evals, run.samples_per_s, run.peak_bytes = {}, {}, None, None
     agreement = {"a": Agreement(dot=3.0, own=9.0, fp32=4.0, difference=1.0)}
     write_probe(runs / "fp32-s0", record(10))
     for seed in (1, 2):
@@ -151,9 +150,9 @@ def test_the_tables(probed_group):
     (amp,) = [row for row in rows if "steps 10 to 20" in row]
     assert "2, steps 10 to 20, without 1 of skipped updates" in amp
     assert "2<sup>10</sup> to 2<sup>12</sup>" in amp
-    # 4 of 16 and 8 of 16 non-zero finite updates
-    assert ">0.625</td>" in amp  # 2 probes of 5 of 8
-    assert ">25 %</td>" in amp and ">50 %</td>" in amp and ">0.5</td>" in amp
+    # 2 probes of 5 of 8; 4 of 16 and 8 of 16 non-zero finite updates.
+    for cell in ("0.625", "25 %", "50 %", "0.5"):
+        assert f">{cell}</td>" in amp
 
 
 @pytest.mark.slow
@@ -172,8 +171,7 @@ def test_a_page_with_probes(probed_group, tmp_path):
 
 
 def test_gradients_that_are_all_zero_or_infinite_have_no_figure(probed_group, tmp_path):
-    counts = ExponentCounts.from_json({"zeros": 3, "inf": 2, "nan": 0, "classes": [{}] * 4})
-    tensors = {"weight_gradients": {"a": TensorStats(counts, math.inf, "fp16")}}
+    tensors = {"weight_gradients": {"a": TensorStats(counts(3, inf=2), math.inf, "fp16")}}
     bad = ProbeRecord(10, True, {"loss_scale": 0.0}, {"model": LearnerProbe((), tensors)})
     write_probe(tmp_path / "runs" / "fp32-s0", bad)
     fp32 = probed_modes(probed_group)[0]
@@ -188,11 +186,8 @@ def test_gradients_that_are_all_zero_or_infinite_have_no_figure(probed_group, tm
 @pytest.mark.parametrize("weights", ["fp16", "fp32"])  # under autocast weights are FP32
 def test_zeros_after_rounding_say_so(probed_group, tmp_path, weights):
     """The underflow share is not 0 % where all gradients are 0 in FP16: it is not known."""
-    zeros = ExponentCounts.from_json({"zeros": 9, "inf": 0, "nan": 0, "classes": [{}] * 4})
-    tensors = {
-        "activation_gradients": {"a": TensorStats(zeros, 0.0, "fp16")},
-        "weight_gradients": {"a": TensorStats(zeros, 0.0, weights)},
-    }
+    dtypes = {"activation_gradients": "fp16", "weight_gradients": weights}
+    tensors = {kind: {"a": TensorStats(counts(9), 0.0, of)} for kind, of in dtypes.items()}
     learner = LearnerProbe(("loss_scale",), tensors)
     found = ProbeRecord(10, False, {"loss_scale": 0.0}, {"model": learner})
     write_probe(tmp_path / "runs" / "fp32-s0", found)
@@ -202,7 +197,7 @@ def test_zeros_after_rounding_say_so(probed_group, tmp_path, weights):
     assert str(found).count(f"zeros 100 %, {said}") == 2
     shown = {tag for tag, _, value in _scalars(learner) if value is not None and value == value}
     assert shown == {"activation_gradients_zeros", "weight_gradients_zeros"}
-    plain = TensorStats(zeros, 0.0, "fp32")
+    plain = TensorStats(counts(9), 0.0, "fp32")
     own = LearnerProbe((), {"weight_gradients": {"a": plain}})
     assert own.in_words("weight_gradients") == "weight gradients (fp32): zeros 100 %"
 

@@ -18,6 +18,7 @@ from .made_runs import made_arm, made_run
 from .run_folders import compared, write_study
 
 LOSS = Question(metric="loss")
+POINTS = {"metric": "top1", "higher_is_better": True, "unit": "points", "relative": False}
 GAPS = [0.01, 0.03, 0.02, 0.02, 0.01, 0.02, 0.04, 0.042]  # mean 0.024
 STEPS = [10, 20, 30, 40, 50, 60, 70, 80]
 SOURCE = "12 seeds of this recipe"
@@ -25,14 +26,8 @@ SOURCE = "12 seeds of this recipe"
 
 def late(losses, steps=STEPS, skips=(), **more):
     """A run whose last tenth of the records is `losses`."""
-    return made_run(
-        0,
-        2.0,
-        last_losses=np.array(losses, float),
-        last_steps=np.array(steps, np.int64),
-        last_skips=np.isin(steps, skips),
-        **more,
-    )
+    of_last = {"last_losses": np.array(losses, float), "last_steps": np.array(steps, np.int64)}
+    return made_run(0, 2.0, last_skips=np.isin(steps, skips), **of_last, **more)
 
 
 def stated(sd, source=SOURCE) -> dict:
@@ -41,8 +36,9 @@ def stated(sd, source=SOURCE) -> dict:
 
 def facts_of(gaps=GAPS, question=LOSS, outcome=(0.0, 2.0), base=2.0, **more):
     """Return facts beside a constant baseline at `base`."""
-    own = late([base + gap for gap in gaps], STEPS[: len(gaps)], mode="amp", **more)
-    return pair_facts(own, late([base] * len(gaps), STEPS[: len(gaps)], **more), question, outcome)
+    steps = STEPS[: len(gaps)]
+    own = late([base + gap for gap in gaps], steps, mode="amp", **more)
+    return pair_facts(own, late([base] * len(gaps), steps, **more), question, outcome)
 
 
 def test_the_gap_of_the_last_tenth_and_its_quarters():
@@ -126,9 +122,7 @@ def test_losses_that_are_no_numbers_in_both_runs_are_equal_and_data_by_its_sum(d
 
 def test_an_accuracy_is_held_against_the_bar_itself():
     """A training loss has no points; it stands beside."""
-    top1 = Question(
-        metric="top1", higher_is_better=True, unit="points", relative=False, margin_setting=0.5
-    )
+    top1 = Question(**POINTS, margin_setting=0.5)
     facts = facts_of(question=top1, outcome=(0.3, -90.0), **stated(0.1))
     assert facts["level"] == facts_of(base=-2.0)["level"] == 2.0
     assert facts["bar"] == {"of": "top1", "gap": 0.3, "size": 0.5, "inside": True}
@@ -187,8 +181,7 @@ def pair(tmp_path, monkeypatch):
 
     def write(fp32=None, amp=None, finals=(2.0, 2.004)):
         for mode, own, final in zip(("fp32", "amp"), (fp32, amp), finals, strict=True):
-            config = own or {}
-            write_study(tmp_path / "runs", {mode: [final]}, overrides=config)
+            write_study(tmp_path / "runs", {mode: [final]}, overrides=own)
 
     return write
 
@@ -197,20 +190,22 @@ def fixed(sd, source=SOURCE) -> dict:
     return stated(sd, source)["keys"]
 
 
+FOUR, SIX = fixed(0.004), fixed(0.006)  # 0.196 + 1.645 * 0.4 = 0.854 and, with 0.6, 1.183 %
+
+
 @pytest.mark.parametrize(
     ("fp32", "amp", "words", "code", "says"),
     [
-        # 0.196 + 1.645 * 0.4 = 0.854 and, with 0.6, 1.183 %.
-        (fixed(0.004), fixed(0.004), [], 0, "Inside 1 % at 5 %"),
-        (fixed(0.006), fixed(0.006), [], 3, "Not shown inside 1 % if"),
+        (FOUR, FOUR, [], 0, "Inside 1 % at 5 %"),
+        (SIX, SIX, [], 3, "Not shown inside 1 % if"),
         (None, None, [], 3, "three seeds of each give a verdict"),
-        (fixed(0.004), None, [], 3, "No test: compare.pair_sd is null and 0.004 (12 seeds of"),
-        (fixed(0.004), fixed(0.003), [], 3, "must be equal in both records"),
-        (fixed(0.004), fixed(0.004, "other runs"), [], 3, "must be equal in both records"),
+        (FOUR, None, [], 3, "No test: compare.pair_sd is null and 0.004 (12 seeds of"),
+        (FOUR, fixed(0.003), [], 3, "must be equal in both records"),
+        (FOUR, fixed(0.004, "other runs"), [], 3, "must be equal in both records"),
         (None, None, ["--pair-sd", "0.004"], 3, "(--pair-sd, chosen after the runs)"),
-        (fixed(0.006), fixed(0.006), ["--pair-sd", "0.004"], 3, "Inside 1 % at 5 %"),
-        (fixed(0.004), fixed(0.004), ["--bar", "0.02"], 3, "No test: compare.pair_sd is of the"),
-        (fixed(0.004), fixed(0.004), ["--bar", "0.01"], 0, "Inside 1 % at 5 %"),
+        (SIX, SIX, ["--pair-sd", "0.004"], 3, "Inside 1 % at 5 %"),
+        (FOUR, FOUR, ["--bar", "0.02"], 3, "No test: compare.pair_sd is of the"),
+        (FOUR, FOUR, ["--bar", "0.01"], 0, "Inside 1 % at 5 %"),
     ],
 )
 def test_check_is_decided_by_a_scatter_that_was_fixed_before(
@@ -286,10 +281,7 @@ def test_a_pair_of_logs_is_held_against_the_bar_over_its_judged_steps():
         made_run(0, *values, metric="top1", foreign=True, judged=np.array([200.0, 300.0]))
         for values in ([9.0, 5.0, 7.0], [9.0, 4.0, 4.0])
     )
-    question = Question(
-        metric="top1", higher_is_better=True, unit="points", relative=False, margin_setting=2.5
-    )
-    facts = pair_facts(own, base, question, (-3.0, -4.0))
+    facts = pair_facts(own, base, Question(**POINTS, margin_setting=2.5), (-3.0, -4.0))
     # More points are better: 1 and 3 more, 2 on average.
     bar = {"of": "top1", "gap": -2.0, "size": 2.5, "inside": True}
     assert facts["bar"] == bar and facts["steps"]["count"] == 2

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mprun.comparison.divergence import outcomes
-from mprun.comparison.findings import Question
+from mprun.comparison.findings import Arm, Question
 from mprun.comparison.grouping import group_runs
 from mprun.comparison.load import load_runs
 from mprun.comparison.verdict import assess
@@ -17,45 +17,39 @@ from .made_runs import made_arm, made_run
 from .run_folders import write_run
 
 
+def outcome(*values, window=1, **fields):
+    """The outcome of a run that was evaluated to these values."""
+    metric = fields.get("metric", "loss")
+    unit = "perplexity" if metric == "perplexity" else "relative"
+    arm = Arm("fp32", "fp32", [made_run(0, *values, **fields)])
+    [found] = outcomes(arm, arm, Question(metric=metric, unit=unit, window=window))
+    return found
+
+
 def test_window():
-    base = made_arm({})
-    base.runs = [made_run(seed, 100.0, 1.0, 2.0, 6.0) for seed in range(3)]
-    (first, *_) = outcomes(base, base, Question(metric="loss"))
-    assert first.value == 6.0
-    (first, *_) = outcomes(base, base, Question(metric="loss", window=3))
-    assert first.value == 3.0
-    with pytest.raises(
-        BadInput, match="compare.window=5: must be at most 4, the number of evaluations"
-    ):
-        outcomes(base, base, Question(metric="loss", window=5))
+    values = [100.0, 1.0, 2.0, 6.0]
+    assert [outcome(*values, window=window).value for window in (1, 3)] == [6.0, 3.0]
+    with raises_line(BadInput, "compare.window=5: must be at most 4, the number of evaluations"):
+        outcome(*values, window=5)
 
 
 def test_window_of_perplexity_is_the_mean_loss():
-    base = made_arm({})
-    base.runs = [made_run(0, 2.0, 8.0, metric="perplexity")]
-    (found,) = outcomes(base, base, Question(metric="perplexity", unit="perplexity", window=2))
+    found = outcome(2.0, 8.0, metric="perplexity", window=2)
     assert found.value == pytest.approx(4.0, rel=1e-15)  # sqrt(2 * 8), not 5
-    base.runs = [made_run(0, 1.0, metric="perplexity")]  # the least that a model can reach
-    assert outcomes(base, base, Question(metric="perplexity", unit="perplexity"))[0].value == 1.0
+    assert outcome(1.0, metric="perplexity").value == 1.0  # the least that a model can reach
 
 
 def test_nan_before_the_window_is_no_outcome():
-    base = made_arm({})
-    base.runs = [made_run(0, math.nan, 8.0)]
-    assert outcomes(base, base, Question(metric="loss"))[0].value == 8.0
-    (found,) = outcomes(base, base, Question(metric="loss", window=2))
+    assert outcome(math.nan, 8.0).value == 8.0
+    found = outcome(math.nan, 8.0, window=2)
     assert (found.diverged, found.step) == ("non-finite loss in an evaluation", 100)
 
 
 def test_foreign_logs_average_their_last_tenth():
-    base = made_arm({})
-    values = [float(index) for index in range(1, 41)]
-    base.runs = [made_run(0, *values, foreign=True)]
-    assert base.foreign
     # A tenth of 40 is 4: the mean of 37, 38, 39, 40. The window does not matter.
-    assert outcomes(base, base, Question(metric="loss"))[0].value == 38.5
-    base.runs = [made_run(0, 1.0, 2.0, foreign=True)]
-    assert outcomes(base, base, Question(metric="loss"))[0].value == 1.5
+    assert outcome(*map(float, range(1, 41)), foreign=True).value == 38.5
+    assert outcome(1.0, 2.0, foreign=True).value == 1.5
+    assert made_arm({0: 1.0}, foreign=True).foreign
 
 
 EMPTY = {"step": np.empty(0), "updates": np.empty(0)}
@@ -104,8 +98,5 @@ def test_an_error_rate_is_judged_in_points_and_lower_is_better(tmp_path):
 
 @pytest.mark.parametrize("lowest", [0.0, -1.0])
 def test_a_perplexity_that_is_none_is_refused(lowest):
-    base = made_arm({})
-    base.runs = [made_run(0, lowest, 8.0, metric="perplexity")]
-    question = Question(metric="perplexity", unit="perplexity", window=2)
     with raises_line(BadInput, f"is {lowest:g}; a perplexity must be above 0"):
-        outcomes(base, base, question)
+        outcome(lowest, 8.0, metric="perplexity", window=2)

@@ -89,9 +89,7 @@ def test_modes_that_simply_match_share_an_answer():
     one = group(seeds=3, steps=400)
     for row in one.rows[1:]:
         row.verdict.name = "matches"
-    assert answers(one)[1:] == [
-        ("matches", "fp16_master, fp16_master_scaled and amp match FP32."),
-    ]
+    assert answers(one)[1:] == [("matches", "fp16_master, fp16_master_scaled and amp match FP32.")]
     one.rows[1].gap = Gap("loss", True, "%", None, "grows", ".")
     assert answers(one)[1:] == [
         ("matches", "fp16_master matches FP32. Its difference grows over steps."),
@@ -103,11 +101,9 @@ def test_the_table_has_the_numbers_of_each_mode(usual):
     text = usual[0]
     table = re.search(r'<table class="verdicts">.*?</table>', text, re.DOTALL)[0]
     rows = re.findall(r"<tr.*?</tr>", table, re.DOTALL)
-    assert len(rows) == 1 + 5
-    amp = re.sub(r"<[^>]+>", " ", rows[5]).split()
-    assert " ".join(amp).startswith("amp ✓ matches 0.3049 +0.12 % (-0.31 to +0.55) 0-4 25")
-    assert " ".join(amp).endswith("0.76x 0.75x 0.55x")
-    naive = " ".join(re.sub(r"<[^>]+>", " ", rows[2]).split())
+    _, _, naive, _, _, amp = (" ".join(re.sub(r"<[^>]+>", " ", row).split()) for row in rows)
+    assert amp.startswith("amp ✓ matches 0.3049 +0.12 % (-0.31 to +0.55) 0-4 25")
+    assert amp.endswith("0.76x 0.75x 0.55x")
     assert "fp16_ naive ✗ diverged 0.5052 (seeds 1, 3)" in naive
     assert "±1 % of FP32" in usual[1].words
     assert "Numerics" not in text  # without probes
@@ -126,9 +122,8 @@ def test_the_page_needs_nothing_but_itself(of, request):
     assert policy.endswith(f"; script-src 'sha256-{digest}'") and page.all("script") == [{}]
     assert not re.search(r"eval|Function\(|fetch|XMLHttp|import|https?:(?!//www.w3.org)", script)
     assert len(script.splitlines()) <= 200
-    sources = [
-        a[key] for _, a in page.elements for key in ("src", "href", "xlink:href") if key in a
-    ]
+    keys = ("src", "href", "xlink:href")
+    sources = [a[key] for _, a in page.elements for key in keys if key in a]
     assert all(source.startswith(("#", "data:image/jpeg;base64,")) for source in sources)
     assert "@import" not in text and set(re.findall(r"url\((.)", text)) <= {"#"}
     assert not any(name.startswith("on") for _, a in page.elements for name in a)
@@ -228,8 +223,7 @@ def test_a_cpu_is_named_as_such_and_a_gpu_and_emulated_speed_are_not(usual, tmp_
 
 def test_settings_that_differ_from_the_baseline_are_listed_with_their_modes(usual):
     words = usual[1].words
-    told = "precision.param_dtype=fp32 in FP32, fp16 in fp16_naive, fp16_master"
-    assert told in words
+    assert "precision.param_dtype=fp32 in FP32, fp16 in fp16_naive, fp16_master" in words
     assert "precision.autocast_dtype=null in FP32, fp16 in amp" in words
     assert "scaler.kind=none in FP32, dynamic in fp16_master_scaled, amp" in words
 

@@ -3,6 +3,7 @@
 import itertools
 import math
 import statistics
+from collections import defaultdict
 
 import numpy as np
 import pytest
@@ -40,6 +41,12 @@ def curves(draw):
     return [(np.array(x, float), np.array(y)) for x, y in zip(found, values, strict=True)]
 
 
+def in_the_middle(step, points):
+    """Whether two of the points are equally near to a step."""
+    distances = np.abs(points - step)
+    return np.sum(np.isclose(distances, distances.min())) > 1
+
+
 @quick
 @given(curves(), st.integers(2, 12), st.integers(5, 30))
 def test_curves_meet_on_one_grid(curves, points, end):
@@ -51,23 +58,19 @@ def test_curves_meet_on_one_grid(curves, points, end):
     else:
         even = np.linspace(every[0], every[-1], points)
         near = {float(even[np.abs(even - step).argmin()]) for step in every}
-        ties = any(np.sum(np.isclose(np.abs(even - s), np.abs(even - s).min())) > 1 for s in every)
-        assert ties or x.tolist() == sorted(near)
+        assert any(in_the_middle(step, even) for step in every) or x.tolist() == sorted(near)
     on = [on_grid(*one, x) for one in curves]
     for (own, y), found in zip(curves, on, strict=True):
         records = [(a, b) for a, b in zip(own, y, strict=True) if math.isfinite(b)]
         if not records:
             assert np.isnan(found).all()
             continue
-        if any(np.sum(np.isclose(np.abs(x - a), np.abs(x - a).min())) > 1 for a, _ in records):
-            continue  # a record in the middle belongs to either
-        places = [int(np.abs(x - a).argmin()) for a, _ in records]
-        known = {
-            p: statistics.fmean(
-                b for q, (_, b) in zip(places, records, strict=True) if p == q
-            )
-            for p in places
-        }  # fmt: skip
+        if any(in_the_middle(a, x) for a, _ in records):
+            continue  # such a record belongs to either
+        at = defaultdict(list)
+        for a, b in records:
+            at[int(np.abs(x - a).argmin())].append(b)
+        known = {p: statistics.fmean(values) for p, values in at.items()}
         for place, value in enumerate(found):
             before = max((p for p in known if p <= place), default=None)
             after = min((p for p in known if p >= place), default=None)
@@ -83,22 +86,16 @@ def test_curves_meet_on_one_grid(curves, points, end):
     for place in range(len(x)):
         values = [one[place] for one in on if not math.isnan(one[place])]
         own = [arm[place] for arm in (found.mean, found.low, found.high)]
-        if not values:
-            assert np.isnan(own).all()
-        else:
-            expected = [statistics.fmean(values), min(values), max(values)]
-            assert own == pytest.approx(expected, abs=1e-12)
-    shared = {
-        step
-        for step in every
-        if step <= end
-        and all(
-            step in own
-            or step >= own[-1] + (statistics.median(np.diff(own)) if len(own) > 1 else 0)
-            for own, _ in curves
-            if len(own)
-        )
-    }
+        expected = [of(values) if values else math.nan for of in (statistics.fmean, min, max)]
+        assert own == pytest.approx(expected, abs=1e-12, nan_ok=True)
+
+    def recorded(step, own):
+        """A curve has the step, or ended so long before that it would not have had it."""
+        interval = statistics.median(np.diff(own)) if len(own) > 1 else 0
+        return step in own or step >= own[-1] + interval
+
+    records = [own for own, _ in curves if len(own)]
+    shared = {s for s in every if s <= end and all(recorded(s, own) for own in records)}
     for (own, y), (kept, of_them) in zip(curves, at_shared_steps(curves, end), strict=True):
         assert kept.tolist() == [step for step in own if step in shared]
         np.testing.assert_array_equal(of_them, y[[step in shared for step in own]])
@@ -220,32 +217,23 @@ def test_one_pair_s_numbers_are_those_of_the_matched_steps(metric, unit, relativ
         values = 2 + generator.standard_normal(len(own))
         values[data.draw(st.integers(0, len(own) - 1))] = data.draw(st.sampled_from([1.5, np.inf]))
         skipped = np.array([data.draw(st.booleans()) and data.draw(st.booleans()) for _ in own])
-        run = made_run(
-            3, 2.0, last_steps=np.array(own), last_losses=values, last_skips=skipped
-        )  # fmt: skip
-        run.train = {"step": np.array(own, float), "loss": values}
-        arms.append(run)
+        of_last = {"last_steps": np.array(own), "last_losses": values, "last_skips": skipped}
+        arms.append(made_run(3, 2.0, **of_last))
+        arms[-1].train = {"step": np.array(own, float), "loss": values}
     margin = data.draw(st.sampled_from([0.05, 0.4]))
-    question = Question(
-        metric=metric, unit=unit, relative=relative, margin_setting=margin, pair_sd=0.1
-    )
-    gap = 0.3
+    gap, how = 0.3, {"margin_setting": margin, "pair_sd": 0.1}
+    question = Question(metric=metric, unit=unit, relative=relative, **how)
     facts = pair_facts(*arms, question, (gap, whole))
-    rows = [dict(zip(a.last_steps.tolist(), zip(a.last_losses, a.last_skips, strict=True),
-                     strict=True)) for a in arms]  # fmt: skip
-    both = sorted(rows[0].keys() & rows[1].keys())
-    kept = [
-        (step, rows[0][step][0] - rows[1][step][0], rows[1][step][0])
-        for step in both
-        if not (rows[0][step][1] or rows[1][step][1])
-        and math.isfinite(rows[0][step][0]) and math.isfinite(rows[1][step][0])
-    ]  # fmt: skip
-    finite = [s for s in both if math.isfinite(rows[0][s][0]) and math.isfinite(rows[1][s][0])]
+    own, base = (dict(zip(arm.last_steps.tolist(), arm.last_losses, strict=True)) for arm in arms)
+    skips = {step for arm in arms for step in arm.last_steps[arm.last_skips].tolist()}
+    both = sorted(own.keys() & base.keys())
+    finite = [step for step in both if math.isfinite(own[step]) and math.isfinite(base[step])]
+    kept = [(s, own[s] - base[s], base[s]) for s in finite if s not in skips]
     assert facts["compared"] == len(both)
     assert facts["first_step"] == (finite[0] if finite else None)
     if finite:
-        assert facts["first"] == rows[0][finite[0]][0] - rows[1][finite[0]][0]
-    assert facts["identical"] == all(rows[0][step][0] == rows[1][step][0] for step in both)
+        assert facts["first"] == own[finite[0]] - base[finite[0]]
+    assert facts["identical"] == all(own[step] == base[step] for step in both)
     if not kept:
         assert facts["steps"] is None
     else:
@@ -309,14 +297,14 @@ def test_a_row_s_speeds_and_memory_are_ratios_to_the_baseline(changed, processor
     arms = [Arm(mode, mode, costly(mode, range(3))) for mode in ("amp", "fp32")]
     named = [*processor][-1]  # with a GPU the processor does not matter
     changed = named if changed == "processor" else changed
+    first, second, _ = arms[0].runs
     if named == "gpu":
-        arms[0].runs[0].environment = arms[0].runs[0].environment | {"cpu": "other"}
+        first.environment = first.environment | {"cpu": "other"}
+    second.keys = {"numerics.every": 5}  # of no probes
     if changed == "probes":
-        arms[0].runs[1].keys = {"numerics.probes": True, "numerics.every": 5}
-    else:
-        arms[0].runs[1].keys = {"numerics.every": 5}  # of no probes
-    if changed not in (None, "probes"):
-        arms[0].runs[1].environment = arms[0].runs[1].environment | {changed: "other"}
+        second.keys["numerics.probes"] = True
+    elif changed:
+        second.environment = second.environment | {changed: "other"}
     judged = data.draw(st.sampled_from([[], [0, 2]]))
     ends = outcomes(arms[0], arms[0], Question(metric="loss"))
     row = _row(*arms, Verdict("inconclusive", "", seeds=judged), ends)
@@ -331,12 +319,8 @@ def test_a_row_s_speeds_and_memory_are_ratios_to_the_baseline(changed, processor
         ("activation_bytes", max, row.activation_ratio),
     ):
         own, base = (known(arm, name, of) for arm in arms)
-        expected = None if own is None or base is None or changed else own / base
-        assert ratio == expected
-    assert (row.samples_per_s, row.peak_bytes) == (
-        known(arms[0], "samples_per_s", statistics.median),
-        known(arms[0], "peak_bytes", max),
-    )
+        assert ratio == (None if own is None or base is None or changed else own / base)
+        assert name == "activation_bytes" or getattr(row, name) == own
     values = [run.evals["loss"][-1] for run in arms[0].runs if run.seed in (judged or [0, 1, 2])]
     assert row.mean == pytest.approx(statistics.fmean(values))
     assert row.skipped == sum(run.skipped for run in arms[0].runs)

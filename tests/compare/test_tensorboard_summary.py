@@ -33,6 +33,14 @@ def read(folder) -> EventAccumulator:
     return accumulator
 
 
+def tags_of(folder) -> list[str]:
+    return sorted(read(folder).Tags()["scalars"])
+
+
+def names_in(folder) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
 def scalars(folder, tag) -> dict[int, float]:
     return {point.step: point.value for point in read(folder).Scalars(tag)}
 
@@ -49,18 +57,14 @@ def usual(tmp_path_factory):
 def test_one_run_per_mode_with_mean_lowest_and_highest(usual):
     one, folder = usual
     modes = ["amp", "fp16_master", "fp16_master_scaled", "fp16_naive", "fp32"]
-    assert sorted(path.name for path in folder.iterdir()) == modes
+    assert names_in(folder) == modes
     # As TensorBoard sorts them: it opens the first two sections, eval and train.
+    means = [f"{name}/loss{vs}" for name in ("eval", "train") for vs in ("", " vs FP32 (%)")]
+    bounds = [f"variation/{name} loss {at}" for name in ("eval", "train") for at in BOUNDS]
     for mode in modes:
-        assert sorted(read(folder / mode).Tags()["scalars"]) == [
-            "eval/loss",
-            "eval/loss vs FP32 (%)",
-            "train/loss",
-            "train/loss vs FP32 (%)",
-            *(f"variation/{name} loss {at}" for name in ("eval", "train") for at in BOUNDS),
-        ]
+        assert tags_of(folder / mode) == means + bounds
     losses = np.stack([run.evals["loss"] for run in one.baseline.arm.runs])
-    tags = "eval/loss", *(f"variation/eval loss {at}" for at in BOUNDS)
+    tags = "eval/loss", *bounds[:2]
     for tag, values in zip(tags, (losses.mean(0), losses.max(0), losses.min(0)), strict=True):
         found = scalars(folder / "fp32", tag)
         assert list(found) == list(range(50, 401, 50))
@@ -74,14 +78,9 @@ def test_a_margin_chart_per_quantity_has_tags_that_exist_and_the_verdict_is_a_ta
     layout = layout_pb2.Layout.FromString(event.tensor_proto.string_val[0])
     (category,) = layout.category
     assert category.title == SLUG
-    tags = [
-        getattr(series, bound)
-        for chart in category.chart
-        for series in chart.margin.series
-        for bound in ("value", "lower", "upper")
-    ]
-    known = accumulator.Tags()["scalars"]
-    assert sorted(tags) == sorted(tag for tag in known if "vs" not in tag)
+    series = [one for chart in category.chart for one in chart.margin.series]
+    tags = [tag for one in series for tag in (one.value, one.lower, one.upper)]
+    assert sorted(tags) == [tag for tag in tags_of(usual[1] / "fp32") if "vs" not in tag]
     assert accumulator.SummaryMetadata("verdict").plugin_data.plugin_name == "text"
     (event,) = accumulator.Tensors("verdict")
     text = event.tensor_proto.string_val[0].decode()
@@ -92,7 +91,7 @@ def test_many_runs_make_one_run_a_mode(tmp_path):
     finals = [1.0 + seed for seed in range(21)]
     write_study(tmp_path, {"fp32": finals, "amp": [1.1 * final for final in finals]})
     folder = write_means([tmp_path], tmp_path)
-    assert sorted(path.name for path in folder.iterdir()) == ["amp", "fp32"]
+    assert names_in(folder) == ["amp", "fp32"]
     assert scalars(folder / "fp32", "eval/loss") == {40: 11.0}
     assert scalars(folder / "amp", "eval/loss vs FP32 (%)") == {40: pytest.approx(10)}
     assert scalars(folder / "fp32", "train/loss")[20] == pytest.approx(11.05)
@@ -100,11 +99,11 @@ def test_many_runs_make_one_run_a_mode(tmp_path):
 
 def test_what_else_is_swept_makes_sections_and_no_runs(tmp_path):
     for lr in (0.1, 0.2):
-        study = {"fp32": [lr], "amp": [lr]}
-        write_study(tmp_path / f"{lr}", study, overrides={"optim.lr": lr})
-        write_run(tmp_path / f"static{lr}", "amp", scaler="static", overrides={"optim.lr": lr})
+        swept = {"overrides": {"optim.lr": lr}}
+        write_study(tmp_path / f"{lr}", {"fp32": [lr], "amp": [lr]}, **swept)
+        write_run(tmp_path / f"static{lr}", "amp", scaler="static", **swept)
     folder = write_means([tmp_path], tmp_path)
-    assert sorted(path.name for path in folder.iterdir()) == ["amp", "amp__static_", "fp32"]
+    assert names_in(folder) == ["amp", "amp__static_", "fp32"]
     for lr in (0.1, 0.2):
         tag = f"lstm_lm-docs_words-optim.lr-{lr}/eval loss"
         assert scalars(folder / "fp32", tag) == {40: pytest.approx(lr)}
@@ -117,7 +116,7 @@ def test_runs_without_an_outcome_are_in_no_mean_but_their_own(tmp_path):
     folder = write_means([tmp_path], tmp_path)
     assert scalars(folder / "fp32", "eval/loss") == {40: 1.0}
     assert scalars(folder / "amp", "eval/loss") == {40: 3.0}  # there is nothing else of it
-    assert not any("vs" in tag for tag in read(folder / "amp").Tags()["scalars"])
+    assert not any("vs" in tag for tag in tags_of(folder / "amp"))
 
 
 def test_old_summaries_are_replaced_and_nothing_else_is_touched(tmp_path):
@@ -141,12 +140,10 @@ def test_what_is_not_finite_is_left_out(tmp_path):
     for run in one.rows[0].arm.runs:
         run.evals["loss"] = np.full(len(run.evals["step"]), np.nan)
         run.train["loss"] = np.where(run.train["step"] > 200, np.inf, run.train["loss"])
-    folder = write_summaries(comparison(one), tmp_path)
-    accumulator = read(folder / "fp16_naive")
-    assert not any("eval" in tag for tag in accumulator.Tags()["scalars"])
-    points = accumulator.Scalars("variation/train loss highest")
-    assert points and max(point.step for point in points) <= 201
-    assert np.isfinite([point.value for point in points]).all()
+    folder = write_summaries(comparison(one), tmp_path) / "fp16_naive"
+    assert not any("eval" in tag for tag in tags_of(folder))
+    points = scalars(folder, "variation/train loss highest")
+    assert points and max(points) <= 201 and np.isfinite([*points.values()]).all()
 
 
 def test_labels_become_folders_that_stay_below_the_summary(tmp_path):
@@ -154,9 +151,8 @@ def test_labels_become_folders_that_stay_below_the_summary(tmp_path):
     for row, label in zip(one.rows, ("../x", "amp (static)", "amp [static]", "."), strict=True):
         row.arm.label = label
     folder = write_summaries(comparison(one), tmp_path)
-    names = sorted(path.name for path in folder.iterdir())
-    assert names == ["_", "_x", "amp__static_", "amp__static_.2", "fp32"]
-    assert [path.name for path in tmp_path.iterdir()] == ["_summary"]
+    assert names_in(folder) == ["_", "_x", "amp__static_", "amp__static_.2", "fp32"]
+    assert names_in(tmp_path) == ["_summary"]
 
 
 @pytest.fixture

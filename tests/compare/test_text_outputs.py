@@ -87,8 +87,7 @@ def test_a_verdict_table_fits_80_columns_with_every_number(made, monkeypatch):
 
 def test_results_are_plain_json_with_the_numbers_of_the_findings(made):
     text = json.dumps(results(made), allow_nan=False)
-    content = json.loads(text)
-    one = content["groups"][0]
+    one = json.loads(text)["groups"][0]
     assert one["margin"] == 0.01 and one["baseline"]["verdict"] is None
     amp = one["modes"][3]
     assert amp["label"] == "amp" and amp["verdict"]["name"] == "matches"
@@ -136,20 +135,18 @@ def test_a_mean_over_some_seeds_names_them_everywhere():
 
 def test_emulated_speed_stands_beside_no_verdict_unmarked():
     one = group(seeds=3, steps=400)
-    for row in one.rows:
-        for run in row.arm.runs:
-            run.half_products = "emulated-fp16"
+    for run in (run for row in one.rows for run in row.arm.runs):
+        run.half_products = "emulated-fp16"
     made = comparison(one)
+    left_out = "speed and peak memory are left out: 16-bit products were emulated"
     for text in (markdown(made), console(made)):
-        words = " ".join(text.split())
-        assert "speed and peak memory are left out: 16-bit products were emulated" in words
+        assert left_out in " ".join(text.split())
         assert "0.76x" not in text and "1,001/s" not in text and "MiB" not in text
     assert [mode["emulated"] for mode in results(made)["groups"][0]["modes"]] == [True] * 4
     for run in one.rows[0].arm.runs:
         run.half_products = "native-fp16"
-    assert [row["speed"] for row in cells(one)] == [
-        *("1,001/s", "0.98x", "0.94x (emulated)", "1.26x (emulated)", "0.76x (emulated)")
-    ]
+    speeds = ["1,001/s", "0.98x", "0.94x (emulated)", "1.26x (emulated)", "0.76x (emulated)"]
+    assert [row["speed"] for row in cells(one)] == speeds
     assert cells(one)[4]["peak memory"] == "0.75x (emulated)"
     assert "(emulated): the emulation's, not the mode's" in markdown(made)
 

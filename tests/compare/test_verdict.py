@@ -6,13 +6,12 @@ import pytest
 
 from mprun.comparison.decision import pairing
 from mprun.comparison.findings import Arm, Question
-from mprun.comparison.grouping import ProtoGroup
 from mprun.comparison.verdict import assess, judge
 from mprun.errors import BadInput
 from mprun.record.metric_facts import Metric
 
 from ..helpers import raises_line
-from .made_runs import made_arm, made_run
+from .made_runs import made_arm, made_run, together
 
 LOSS = {"metric": "loss", "higher_is_better": False, "relative": True, "margin_setting": 0.01}
 TOP1 = {"metric": "top1", "higher_is_better": True, "unit": "points", "relative": False}
@@ -49,8 +48,7 @@ def verdict_of(own: Arm, base: Arm, question=LOSS, **more):
 @pytest.mark.few(5)
 def test_shifted_curves(shift, name):
     verdict = verdict_of(shifted(shift), made_arm(FP32))
-    assert verdict.name == name
-    assert verdict.method == "paired"
+    assert (verdict.name, verdict.method) == (name, "paired")
     assert verdict.margin == pytest.approx(0.02, rel=1e-12)
     assert verdict.difference == pytest.approx(shift, abs=1e-12)
     assert shift == 5 or verdict.high - verdict.low == pytest.approx(2 * 0.003015, abs=1e-4)
@@ -82,8 +80,8 @@ def test_a_mode_of_which_no_run_ended(question):
 def test_noisy_curves():
     own = made_arm({0: 2.27, 1: 1.79, 2: 2.12, 3: 1.68, 4: 2.14}, mode="amp")
     verdict = verdict_of(own, made_arm(FP32))
-    assert verdict.name == "inconclusive"
-    assert verdict.needed is None  # differences of a tenth, a margin of a hundredth
+    # Differences of a tenth, a margin of a hundredth.
+    assert (verdict.name, verdict.needed) == ("inconclusive", None)
     assert "not reachable" in verdict.sentence
     # Variance (0.09 + 0.04 + 0.01 + 0.09 + 0.01) / 4 = 0.06; margin 0.2 of 2. t s / sqrt(m):
     # 6 seeds 2.015 * 0.1 = 0.2015, 7 seeds 1.943 * 0.0926 = 0.18.
@@ -106,9 +104,8 @@ def test_evaluations_at_other_steps_within_the_window_are_refused():
     for arm, first in ((own, 100), (base, 200)):
         arm.runs = [made_run(seed, 9.0, 2.0, steps=[first, 300]) for seed in FP32]
     assert verdict_of(own, base).name == "matches"  # of the last evaluation alone
-    keys = {"compare.metric": "loss", "compare.margin": 0.01, "compare.window": 2}
     with raises_line(BadInput, "at step 100, 300, ", " at step 200, 300"):
-        assess(ProtoGroup("t", "", base, [own], keys))
+        assess(together(base, own, window=2))
 
 
 def test_nan_is_a_divergence():
@@ -120,9 +117,8 @@ def test_nan_is_a_divergence():
         "diverged in 1 of 5 runs (first at step 100: non-finite loss in an evaluation). "
         "FP32 diverged in 0 of 5."
     )
-    assert math.isnan(found[2].value)
+    assert math.isnan(found[2].value) and found[1].value == pytest.approx(1.986)
     assert (found[2].diverged, found[2].step) == ("non-finite loss in an evaluation", 100)
-    assert found[1].value == pytest.approx(1.986)
 
 
 def test_diverged_runs_need_no_evaluation_and_no_length():
@@ -133,17 +129,14 @@ def test_diverged_runs_need_no_evaluation_and_no_length():
     assert verdict.sentence == (
         "diverged in 2 of 5 runs (first at step 30: non-finite loss). FP32 diverged in 0 of 5."
     )
-    assert verdict.difference is None
-    assert verdict.seeds == [0, 1, 2, 3, 4]
+    assert verdict.difference is None and verdict.seeds == [0, 1, 2, 3, 4]
     # One of one is enough, and one of a GAN.
     alone = made_arm({0: 2.0}, mode="fp16_naive", nonfinite_step=3)
     for gan in (False, True):
         assert verdict_of(alone, made_arm(FP32), gan=gan).name == "diverged"
     # Of runs without an evaluation nobody knows that the metric is none of theirs.
     arms = [made_arm({0: 2.0}, mode, evals={}, **dead) for mode in ("fp32", "amp")]
-    keys = {"compare.metric": "loss", "compare.margin": 0.01, "compare.window": 1}
-    [row] = assess(ProtoGroup("t", "", arms[0], arms[1:], keys)).rows
-    assert row.verdict.name == "invalid baseline"
+    assert assess(together(*arms)).rows[0].verdict.name == "invalid baseline"
 
 
 def test_a_baseline_that_diverged_is_none():
@@ -169,8 +162,7 @@ def test_a_missing_seed_leaves_its_partner_out():
     del own.runs[:3]
     verdict, found = judge(own, made_arm(FP32), Question(**LOSS))
     assert [outcome.seed for outcome in found] == [3, 4]
-    assert verdict.name == "inconclusive"
-    assert verdict.needed == 1
+    assert (verdict.name, verdict.needed) == ("inconclusive", 1)
     # Differences -0.002 and 0 of a baseline whose seeds 3 and 4 have mean 2.01.
     assert verdict.sentence == (
         "inconclusive: needs at least 3 seeds (has 2). Difference so far: -0.05 %. "
@@ -205,9 +197,8 @@ def test_extra_seeds_are_left_out_and_named():
     own = shifted(0.0)
     own.runs.append(made_run(9, 77.0, mode="amp"))
     verdict = verdict_of(own, base)
-    assert verdict.name == "matches"
+    assert verdict.name == "matches" and verdict.margin == pytest.approx(0.02)  # of the seeds used
     assert verdict.left_out == ["having no partner: seed 9 of this mode; seeds 5, 6 of FP32"]
-    assert verdict.margin == pytest.approx(0.02)  # of the seeds that were used
     # Means 87 / 6 = 14.5 and 14 / 7 = 2 of all: unpaired they are 625 % of 2 apart.
     assert (
         " Left out, having no partner: seed 9 of this mode; seeds 5, 6 of FP32. Over all, "
@@ -221,8 +212,7 @@ def test_other_seeds_are_tested_by_welch():
     verdict = verdict_of(own, base)
     # Welch with 4 degrees: h = 2.13185 * sqrt(2e-4 / 3) = 0.017406, margin 0.02. At the upper end,
     # 0.87 % above, the baseline's variance counts 1.0087^2 times: sqrt((1 + 1.0175) / 2) h.
-    assert verdict.name == "matches"
-    assert verdict.method == "Welch"
+    assert (verdict.name, verdict.method) == ("matches", "Welch")
     assert verdict.high == pytest.approx(0.017483, abs=1e-6)
     assert verdict.sentence.endswith("3 and 3 seeds.")
     assert (verdict.seeds, verdict.baseline_seeds) == ([5, 6, 7], [0, 1, 2])
@@ -233,9 +223,8 @@ def test_accuracy_is_turned_and_in_points():
     # Differences turned: 0.7, 0.6, 0.8; s = 0.1, h = 2.92 * 0.1 / sqrt(3) = 0.1686: low 0.531.
     own = made_arm({0: 89.3, 1: 90.4, 2: 91.2}, mode="amp", metric="top1")
     verdict, found = judge(own, base, Question(**TOP1))
-    assert verdict.name == "worse"
+    assert (verdict.name, verdict.margin) == ("worse", 0.5)
     assert verdict.difference == pytest.approx(0.7)
-    assert verdict.margin == 0.5
     assert [outcome.value for outcome in found] == [89.3, 90.4, 91.2]  # as recorded
     assert verdict.sentence == (
         "worse than FP32 by at least 0.53 points: difference +0.70 points (90 % CI +0.53 to +0.87 "
@@ -243,12 +232,9 @@ def test_accuracy_is_turned_and_in_points():
     )
 
 
-def top1(samples: int) -> ProtoGroup:
-    keys = {"compare.metric": "top1", "compare.margin": 0.5, "compare.window": 1}
-    base, own = (
-        made_arm(dict.fromkeys(range(3), 90.0), mode, metric="top1") for mode in ("a", "b")
-    )
-    return ProtoGroup("t", "", base, [own], keys | {"data.eval_samples": samples}, [])
+def top1(samples: int, margin=0.5):
+    arms = [made_arm(dict.fromkeys(range(3), 90.0), mode, metric="top1") for mode in ("a", "b")]
+    return together(*arms, metric="top1", margin=margin, **{"data.eval_samples": samples})
 
 
 def test_a_split_whose_samples_are_coarser_than_half_the_margin_is_told():
@@ -259,8 +245,7 @@ def test_a_split_whose_samples_are_coarser_than_half_the_margin_is_told():
     # Of a fraction a sample is 1 / n.
     fraction = Metric("top1", unit="fraction", higher_is_better=True, counts_samples=True)
     for samples, notes in ((400, 0), (399, 1)):
-        proto = top1(samples)
-        proto.keys["compare.margin"] = 0.005
+        proto = top1(samples, margin=0.005)
         for run in proto.every_run:
             run.metrics = {"top1": fraction}
             run.evals["top1"] = run.evals["top1"] / 100
@@ -283,21 +268,17 @@ def test_runs_that_contradict_each_other_on_a_metric_are_refused():
         ({}, True),
         ({"metric": "loss", "margin": 0.02}, True),
         ({"margin": 0.01}, False),
-        ({"metric": "other"}, False),
+        ({"metric": "other", "margin": 0.02}, False),
         ({"absolute": True}, False),
     ],
 )
 def test_a_stated_scatter_counts_for_the_recorded_metric_and_margin_alone(options, as_recorded):
-    keys = {"compare.metric": "loss", "compare.margin": 0.02, "compare.window": 1}
-    arms = [made_arm({0: 2.0}, mode) for mode in ("fp32", "amp")]
-    for arm in arms:
-        for run in arm.runs:
-            run.keys = {"compare.pair_sd": 0.001, "compare.pair_sd_source": "12 seeds"}
-            run.evals["other"] = run.evals["loss"]
-            run.metrics["other"] = Metric("other", unit="relative", higher_is_better=False)
-    if "metric" in options and options["metric"] == "other":
-        options = options | {"margin": 0.02}
-    [row] = assess(ProtoGroup("t", "", arms[0], arms[1:], keys, []), **options).rows
+    proto = together(*(made_arm({0: 2.0}, mode) for mode in ("fp32", "amp")), margin=0.02)
+    for run in proto.every_run:
+        run.keys = {"compare.pair_sd": 0.001, "compare.pair_sd_source": "12 seeds"}
+        run.evals["other"] = run.evals["loss"]
+        run.metrics["other"] = Metric("other", unit="relative", higher_is_better=False)
+    [row] = assess(proto, **options).rows
     assert (row.verdict.facts["test"] is not None) == as_recorded
     assert (row.verdict.facts["no_test"] is None) == as_recorded
 
@@ -305,12 +286,11 @@ def test_a_stated_scatter_counts_for_the_recorded_metric_and_margin_alone(option
 @pytest.mark.parametrize(("margin", "allowed"), [(0.5, False), (math.nextafter(0.5, 0), True)])
 def test_a_relative_margin_is_below_a_half(margin, allowed):
     """At a half the baseline and zero are as close to what is judged."""
-    keys = {"compare.metric": "loss", "compare.margin": margin, "compare.window": 1}
     base, own = made_arm(FP32, train=[3.0, 2.0]), made_arm(FP32, "amp", train=[3.0, 2.5])
-    proto = ProtoGroup("t", "", base, [own], keys, [])
+    proto = together(base, own, margin=margin)
     if allowed:
         group = assess(proto)
-        assert group.rows[0].verdict.name == "matches" and group.keys == keys
+        assert group.rows[0].verdict.name == "matches" and group.keys == proto.keys
         assert group.rows[0].first_steps == 0.125  # between 0 and a quarter
         return
     with pytest.raises(BadInput, match="margin 0.5: is relative .* must be below 0.5"):
@@ -326,16 +306,13 @@ def test_an_absolute_margin_is_below_half_of_the_mean():
 
 def test_perplexity_is_judged_as_its_logarithm():
     losses = {0: 4.0, 1: 4.1, 2: 3.9}  # nats; mean 4, margin 0.04
-    base = made_arm({s: math.exp(v) for s, v in losses.items()}, metric="perplexity")
-    own = made_arm({s: math.exp(v + 0.05) for s, v in losses.items()}, "amp", metric="perplexity")
-    verdict, found = judge(
-        own, base, Question(**(LOSS | {"metric": "perplexity", "unit": "perplexity"}))
+    base, own = (
+        made_arm({s: math.exp(v + by) for s, v in losses.items()}, metric="perplexity")
+        for by in (0, 0.05)
     )
-    assert verdict.name == "worse"
-    assert verdict.difference == pytest.approx(0.05, abs=1e-12)
-    assert verdict.margin == pytest.approx(0.04, abs=1e-12)
-    assert found[0].value == math.exp(4.05)
-    assert "difference +1.25 %" in verdict.sentence  # 0.05 of 4
+    verdict = verdict_of(own, base, LOSS | {"metric": "perplexity", "unit": "perplexity"})
+    assert verdict.name == "worse" and "difference +1.25 %" in verdict.sentence  # 0.05 of 4
+    assert (verdict.difference, verdict.margin) == pytest.approx((0.05, 0.04), abs=1e-12)
 
 
 def test_a_relative_margin_around_zero_and_below_it():
@@ -366,11 +343,9 @@ def test_a_relative_margin_around_zero_and_below_it():
 
 @pytest.mark.parametrize("metric", ["loss", "d_loss", "g_loss", "sliced_wasserstein"])
 def test_gan_losses_are_not_assessed_and_metrics_of_its_samples_are(metric):
-    question = LOSS | {"metric": metric}
-    arm = made_arm(FP32, metric=metric)
+    question, arm = LOSS | {"metric": metric}, made_arm(FP32, metric=metric)
     verdict = verdict_of(arm, arm, question, gan=True)
-    if metric == "sliced_wasserstein":
-        assert verdict.name == "matches"
-    else:
-        assert verdict.name == "not assessed" and f"the {metric} of a GAN" in verdict.sentence
+    assessed = metric == "sliced_wasserstein"
+    assert verdict.name == ("matches" if assessed else "not assessed")
+    assert assessed or f"the {metric} of a GAN" in verdict.sentence
     assert verdict_of(arm, arm, question, gan=False).name == "matches"

@@ -9,12 +9,8 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from mprun.comparison.decision import pairing
-from mprun.comparison.equivalence import (
-    paired_interval,
-)
-from mprun.comparison.findings import (
-    Question,
-)
+from mprun.comparison.equivalence import paired_interval
+from mprun.comparison.findings import Question
 from mprun.comparison.looks import nominal_alpha, spent_alphas
 from mprun.comparison.planned import more_needed
 from mprun.comparison.verdict import judge

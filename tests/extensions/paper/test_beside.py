@@ -8,7 +8,6 @@ import pytest
 
 from mprun.cli.dispatch import main
 from mprun.comparison.findings import Comparison, Group, Outcome, Row, Verdict
-from mprun.comparison.grouping import ProtoGroup
 from mprun.comparison.verdict import assess
 from mprun.extensions.paper import outcomes
 from mprun.extensions.paper.outcomes import beside
@@ -16,7 +15,7 @@ from mprun.extensions.paper.page import HEADER, Page, tables, tables_markdown
 from mprun.extensions.paper.rows import ROWS
 
 from ...compare.made_comparison import Page as Parsed
-from ...compare.made_runs import made_arm
+from ...compare.made_runs import made_arm, together
 from ...compare.run_folders import write_study
 from ...helpers import refused
 
@@ -71,14 +70,8 @@ def cells(found):
 
 
 RESNET = {"model.name": "resnet50", "data.name": "digits", "data.image_size": 32}
-LM = {
-    "model.name": "lstm_lm",
-    "model.num_layers": 1,
-    "model.hidden_size": 64,
-    "model.projection_size": 0,
-    "data.name": "docs_text",
-    "data.level": "char",
-}
+LM = {"model.name": "lstm_lm", "data.name": "docs_text", "data.level": "char"}
+LM |= {"model.num_layers": 1, "model.hidden_size": 64, "model.projection_size": 0}
 MATCH = Verdict("matches", "", difference=-0.2, low=-0.4, high=0.0, margin=1.0)
 
 
@@ -110,14 +103,12 @@ def test_differences_of_the_paper_are_those_of_its_numbers():
     """Every number pair in the facts: worse is positive, accuracies fall when they are worse."""
     results = [row.result for row in ROWS if row.key != "ssd_control"]
     values = [(one, value) for one in results for value in (one.unscaled, one.scaled)]
-    pairs = [(one, value, one.difference(value)) for one, value in values]
-    pairs = [pair for pair in pairs if pair[-1]]
+    pairs = [(one, value, told) for one, value in values if (told := one.difference(value))]
     # Six of table 1, two of Faster R-CNN, one of SSD, two of table 3.
     assert len(pairs) == 11
     for one, value, difference in pairs:
-        expected = float(one.fp32) - float(value)
-        expected *= -1 if "CER" in one.metric else 1
-        assert float(difference.removesuffix(" points")) == pytest.approx(expected)
+        expected = (float(one.fp32) - float(value)) * (-1 if "CER" in one.metric else 1)
+        assert difference == f"{expected:+.2f} points"
 
 
 def test_alexnet_is_another_row():
@@ -205,8 +196,7 @@ def test_what_the_paper_does_not_have():
 def test_a_group_without_the_paper_s_modes_says_so():
     [made] = found_of(group(RESNET, [("amp_bf16", 0.5, MATCH)]))
     assert told(made) == [("FP32 masters, no scale", "76.04", "not run", "not run")]
-    changed = group(RESNET, [("fp16_master+norm_dtype=fp16", 0.5, MATCH)])
-    [made] = found_of(changed)
+    [made] = found_of(group(RESNET, [("fp16_master+norm_dtype=fp16", 0.5, MATCH)]))
     assert told(made)[1] == ("fp16_master+norm_dtype=fp16", "", "matches", "")
 
 
@@ -228,8 +218,7 @@ def test_markdown_and_html_show_every_cell_and_escape_them(tmp_path):
     table = [line for line in text.splitlines() if line.startswith("|")]
     assert len(table) == sum(len(one.lines) for one in found) + 2 * len(tables(found))
     # A | in a cell is escaped, so every line of a table has as many cells as its header.
-    for line in table:
-        assert line.replace("\\|", "").count("|") == len(HEADER) + 1
+    assert {line.replace("\\|", "").count("|") for line in table} == {len(HEADER) + 1}
 
 
 def test_nothing_compared_is_nothing_to_show():
@@ -260,10 +249,8 @@ def test_runs_are_judged_printed_and_left_beside_them(runs, capsys):
     rows = found["rows"]
     assert list(rows) == ["biglstm-lstm_lm-docs_words", "mandarin_weights-lstm_lm-docs_words"]
     techniques = {one["technique"]: one for one in rows[list(rows)[1]]["techniques"]}
-    assert {name: one["same_outcome"] for name, one in techniques.items()} == {
-        "FP32 masters, no scale": "yes",
-        "FP16 weights, no masters": "yes",
-    }
+    assert list(techniques) == ["FP32 masters, no scale", "FP16 weights, no masters"]
+    assert [one["same_outcome"] for one in techniques.values()] == ["yes", "yes"]
     assert techniques["FP16 weights, no masters"]["verdict"] == "worse"
     assert found["facts"]["command"] == "mprun paper outputs/study"
     assert (folder / "fig5-lstm_lm-docs_words.png").stat().st_size > 1000
@@ -310,8 +297,7 @@ def test_another_metric_has_a_verdict_of_its_own():
     for arm, values in ((base, (90.0, 91.0, 92.0)), (own, (89.0, 93.0, 91.0))):
         for run, value in zip(arm.runs, values, strict=True):
             run.evals["top1"] = np.array([value])
-    keys = {"compare.metric": "loss", "compare.margin": 0.01, "compare.window": 1}
-    group = assess(ProtoGroup("made", "made", base, [own], keys))
+    group = assess(together(base, own))
     assert group.rows[0].verdict.name == "matches"
     # Differences 1, -2, 1 points: s = sqrt(3), so that the half width is t(0.95, 2) = 2.92.
     found = outcomes._by_metric(group, "top1")

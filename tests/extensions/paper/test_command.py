@@ -90,7 +90,6 @@ def test_a_list_of_the_full_scale_names_what_is_missing(tmp_path, capsys):
         (["--only", "fig5", "+scaler.scale=8"], "scaler.scale: is not allowed with paper"),
         (["--only", "fig5", "train.step=3"], "train.step"),
         (["--only", "fig5", "--out", __file__], "must be a folder"),
-        (["table1"], "'table1'"),
     ],
 )
 def test_bad_input_is_one_line(arguments, named, tmp_path, capsys, monkeypatch):

@@ -44,19 +44,14 @@ def test_every_result_of_the_paper_has_a_row():
     figures = {f"figure {place}": 1 for place in ("2a", "4", "5", "6")}
     assert places == {"table 1": 6, "table 2": 2, "table 3": 2} | figures
     for row in ROWS:
-        assert row.overrides or row.why_not, row.key
-        assert row.full or row.why_not, row.key
+        assert (row.overrides and row.full) or row.why_not, row.key
     assert len({row.key for row in ROWS}) == len(ROWS)
 
 
-@pytest.mark.parametrize(
-    ("given", "wrong"),
-    [
-        ({"outcom": "equal"}, "unknown field `outcom`"),
-        ({"outcome": "equals"}, "enum"),
-        ({}, "array"),
-    ],
-)
+WRONG = [({"outcom": "equal"}, "unknown field `outcom`"), ({"outcome": "equals"}, "enum")]
+
+
+@pytest.mark.parametrize(("given", "wrong"), [*WRONG, ({}, "array")])
 def test_a_row_with_a_field_of_another_name_or_value_is_refused(given, wrong):
     overrides = ["precision=amp"] if given else "precision=amp"
     arm = {"technique": "AMP", "overrides": overrides, **given}
@@ -96,35 +91,23 @@ def test_the_hours_are_those_of_the_roofline(key):
     assert hours_of(full) == json.loads(PATH.read_text(encoding="utf-8"))["hours"][full.experiment]
 
 
-@pytest.mark.parametrize(
-    ("published", "verdict", "expected"),
-    [
-        (EQUAL, "matches", YES),
-        (EQUAL, "worse", NO),
-        (EQUAL, "likely worse", NO),
-        (EQUAL, "diverged", NO),
-        (EQUAL, "better", YES),
-        (EQUAL, "likely better", YES),
-        (FAILS, "better", NO),
-        (EQUAL, "inconclusive", UNDECIDED),
-        (EQUAL, "invalid baseline", UNDECIDED),
-        (FAILS, "diverged", YES),
-        (FAILS, "worse", YES),
-        (FAILS, "likely worse", YES),
-        (FAILS, "matches", NO),
-        (DIVERGES, "diverged", YES),
-        (DIVERGES, "worse", "worse, not diverged"),
-        (DIVERGES, "likely worse", "likely worse, not diverged"),
-        (DIVERGES, "matches", NO),
-        (DIVERGES, "inconclusive", UNDECIDED),
-        (FAILS, "not assessed", UNDECIDED),
-        ("", "matches", ""),
-    ],
-)
-@pytest.mark.few(5)
-def test_same_outcome(published, verdict, expected):
+SAME = {
+    EQUAL: dict.fromkeys(("matches", "better", "likely better"), YES)
+    | dict.fromkeys(("worse", "likely worse", "diverged"), NO)
+    | dict.fromkeys(("inconclusive", "invalid baseline"), UNDECIDED),
+    FAILS: dict.fromkeys(("diverged", "worse", "likely worse"), YES)
+    | {"matches": NO, "better": NO, "not assessed": UNDECIDED},
+    DIVERGES: {"diverged": YES, "matches": NO, "inconclusive": UNDECIDED}
+    | {worse: f"{worse}, not diverged" for worse in ("worse", "likely worse")},
+    "": {"matches": ""},
+}
+
+
+@pytest.mark.parametrize("published", SAME, ids=lambda published: published or "unknown")
+def test_same_outcome(published):
     naive = Line("FP16 weights, no masters", NAIVE.overrides, "", "", "worse")
-    assert same_outcome(published, verdict, lesser=naive) == expected
+    found = {told: same_outcome(published, told, lesser=naive) for told in SAME[published]}
+    assert found == SAME[published]
 
 
 def test_what_qualifies_an_outcome_stands_beside_it():
@@ -140,9 +123,8 @@ def test_what_qualifies_an_outcome_stands_beside_it():
     told.beside = "matches, 0 (identical)"
     _remark(told, EQUAL, ssd)
     assert told.same_outcome == "yes, tells nothing (unscaled FP16 matches too; by map matches)"
-    assert counted([RowOutcome(ssd, lines=[worse, scaled, told])]).endswith(
-        '1 "worse, not diverged"; 1 "yes"; 1 "yes, tells nothing".'
-    )
+    ending = '1 "worse, not diverged"; 1 "yes"; 1 "yes, tells nothing".'
+    assert counted([RowOutcome(ssd, lines=[worse, scaled, told])]).endswith(ending)
 
 
 ARMS = [TECHNIQUES[name] for name in ("unscaled", "dynamic", "naive")]
@@ -171,8 +153,7 @@ def ended(verdicts):
 def test_a_match_is_a_plain_yes_only_if_what_lacks_the_technique_fails(
     low, unscaled, naive, expected, discriminates
 ):
-    verdicts = (unscaled, "matches", naive)
-    lines = ended(verdicts)
+    lines = ended((unscaled, "matches", naive))
     found = same_outcome(EQUAL, "matches", low, control(lines[1], lines))
     plain = expected in (YES, WORSE_SIDE)
     assert found == (expected if plain else f"yes, tells nothing ({expected})")
@@ -180,8 +161,7 @@ def test_a_match_is_a_plain_yes_only_if_what_lacks_the_technique_fails(
 
 
 def test_a_technique_that_fails_does_not_discriminate():
-    verdicts = ("worse", "not run", "matches")
-    lines = ended(verdicts)
+    lines = ended(("worse", "not run", "matches"))
     assert RowOutcome(ROWS[0], lines=lines).discriminates == "no (naive FP16 matches too)"
 
 
@@ -225,12 +205,3 @@ def test_seeds():
             seeds_of(text)
     assert told(["ssd"], held_out()).startswith("Seeds 100-104: no margin")
     assert told(["ssd"], [0, 100]).startswith("Seeds 0 are among those")
-
-
-def test_differences_have_the_sign_of_a_comparison():
-    """Worse is positive, whether a higher value is better or a lower one."""
-    results = {row.key: row.result for row in ROWS}
-    assert results["resnet50"].difference("76.04") == "-0.12 points"
-    assert results["faster_rcnn"].difference("68.6") == "+0.50 points"
-    assert results["speech_mandarin"].difference("15.01") == "-0.81 points"
-    assert results["ssd"].difference("diverges") == ""
