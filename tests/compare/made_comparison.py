@@ -14,6 +14,10 @@ _PRECISION = {
     "fp16_master_scaled": {"precision.param_dtype": "fp16", "scaler.kind": "dynamic"},
     "amp": {"precision.autocast_dtype": "fp16", "scaler.kind": "dynamic"},
 }
+_ENVIRONMENT = {"mprun": "0.1", "commit": "0123456789abcdef0123456789abcdef01234567"}
+_ENVIRONMENT |= {"dirty": False, "python": "3.12.1"}
+_ENVIRONMENT |= {"packages": {"torch": "2.13.0", "numpy": "2.1.0"}, "cpu": "Example CPU @ 2.00GHz"}
+_ENVIRONMENT |= {"cpu_count": 2, "threads": 1, "device": "cpu"}
 _LEVEL = {"fp32": 0.30, "fp16_naive": 0.5, "fp16_master": 0.42, "amp": 0.301}
 _SPEED = {"fp32": 1000.0, "fp16_naive": 980.0, "fp16_master": 940.0, "amp": 760.0}
 
@@ -82,17 +86,7 @@ def run(mode: str, seed: int, *, steps=2000, dies_at=None, gan=False, grid=None)
         memory_measure="process resident set",
         activation_bytes=(40 if mode == "fp32" else 22) * 2**20,
         flags={"cuda.matmul.allow_tf32": False},
-        environment={
-            "mprun": "0.1",
-            "commit": "0123456789abcdef0123456789abcdef01234567",
-            "dirty": False,
-            "python": "3.12.1",
-            "packages": {"torch": "2.13.0", "numpy": "2.1.0"},
-            "cpu": "Example CPU @ 2.00GHz",
-            "cpu_count": 2,
-            "threads": 1,
-            "device": "cpu",
-        },
+        environment=dict(_ENVIRONMENT),
         sample_grid=None if grid is None else str(grid),
     )
 
@@ -157,6 +151,7 @@ def group(seeds=5, steps=2000) -> Group:
             *(0.0012, -0.0031, 0.0055),
         ),
     }
+    keys = {"model.name": "resnet50", "data.name": "digits_32", "data.root": '<b>&"quoted"</b>'}
     more = {mode: {"memory_ratio": 0.75, "activation_ratio": 0.55} for mode in verdicts}
     for mode, speedup in zip(verdicts, (0.98, 0.94, 1.26, 0.76), strict=True):
         more[mode]["speedup"] = speedup
@@ -176,13 +171,7 @@ def group(seeds=5, steps=2000) -> Group:
         margin_setting=0.01,
         baseline=baseline,
         rows=rows,
-        keys={
-            "model.name": "resnet50",
-            "data.name": "digits_32",
-            "data.root": '<b>&"quoted"</b>',
-            "optim.lr": 0.05,
-            "train.steps": steps,
-        },
+        keys=keys | {"optim.lr": 0.05, "train.steps": steps},
         notes=["1 run still runs and was left out: outputs/made/amp-s9"],
     )
 

@@ -22,11 +22,8 @@ def made_run(
     """
     steps = list(range(100, 100 * len(finals) + 1, 100)) if steps is None else steps
     losses = np.array([] if train is None else train, dtype=np.float64)
-    evals = {
-        "step": np.array(steps, dtype=np.float64),
-        "updates": np.array(steps, dtype=np.float64),
-        metric: np.array(finals, dtype=np.float64),
-    }
+    at = np.array(steps, dtype=np.float64)
+    evals = {"step": at, "updates": at.copy(), metric: np.array(finals, dtype=np.float64)}
     defaults = {
         "path": f"runs/{mode}/s{seed}",
         "mode": mode,

@@ -33,14 +33,8 @@ SCALERS = {
     "static": {"kind": "static", "scale": 128.0},
     "dynamic": {"kind": "dynamic", "init_scale": 65536.0},
 }
-ENVIRONMENT = {
-    "mprun": "0.1.0",
-    "commit": "a" * 40,
-    "dirty": False,
-    "packages": {"torch": "2.15.0"},
-    "cpu": "EPYC",
-    "device": "cpu",
-}
+ENVIRONMENT = {"mprun": "0.1.0", "commit": "a" * 40, "dirty": False}
+ENVIRONMENT |= {"packages": {"torch": "2.15.0"}, "cpu": "EPYC", "device": "cpu"}
 FLAGS = {"cuda.matmul.fp32_precision": "ieee", "cudnn.benchmark": True}
 
 

@@ -17,10 +17,8 @@ OPTIONS = """
 --headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-sync
 --disable-background-networking --disable-component-update --enable-logging=stderr
 """
-pytestmark = [
-    pytest.mark.skipif(BROWSER is None, reason="needs chromium or chrome"),
-    pytest.mark.slow,
-]
+missing = pytest.mark.skipif(BROWSER is None, reason="needs chromium or chrome")
+pytestmark = [missing, pytest.mark.slow]
 
 
 def browse(folder, *arguments: str) -> subprocess.CompletedProcess:

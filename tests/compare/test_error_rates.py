@@ -185,11 +185,8 @@ OTHER_PROGRAM = {
 def test_sweeps_agree_with_another_program(committed, sweeps, sd, true):
     """Two simulations of 20,000 draws, of which the other has a margin known beforehand."""
     _, *names = sweeps.RULES
-    (rates,) = (
-        cell["rates"]
-        for cell in committed["sweeps"]
-        if (cell["seed_sd"], cell["sd"], cell["true"]) == (0.01, sd / 100, true)
-    )
+    cells = {(one["seed_sd"], one["sd"], one["true"]): one for one in committed["sweeps"]}
+    rates = cells[0.01, sd / 100, true]["rates"]
     for name, (percent, seeds) in zip(names, OTHER_PROGRAM[sd, true], strict=True):
         found = rates[name]
         word, share = "worse" if true > 1 else "matches", percent / 100
@@ -227,10 +224,8 @@ def test_pairs_with_a_stated_scatter_keep_what_is_promised(committed, pairs):
                 share = pair_inside(float(bar), true, *how)
                 error = math.sqrt(max(share * (1 - share), 0.0002) / MANY)
                 assert found == pytest.approx(share, abs=4 * error), (cell["stated"], bar, true)
-    true, half, wide = (
-        pair_inside(10, 1, *how) for how in ((None, 1), (None, 0.5), (3, 2.919986 / 1.644854))
-    )
-    assert [true, half, wide] == pytest.approx([0.05, norm.sf(1.644854 / 2), 0.05], abs=0.0005)
+    of = [pair_inside(10, 1, *how) for how in ((None, 1), (None, 0.5), (3, 2.919986 / 1.644854))]
+    assert of == pytest.approx([0.05, norm.sf(1.644854 / 2), 0.05], abs=0.0005)
 
 
 def test_the_page_of_seeds_has_these_figures(committed, sweeps, pairs):

@@ -56,26 +56,18 @@ EMPTY = {"step": np.empty(0), "updates": np.empty(0)}
 
 
 @pytest.mark.parametrize(
-    ("run", "metric", "said"),
+    ("values", "fields", "metric", "said"),
     [
-        (made_run(1, mode="amp"), "loss", "compare.metric=loss: the run has no evalua"),
-        (made_run(1, mode="amp", evals=EMPTY), "loss", "must be one of (none)"),
-        (
-            made_run(1, 2.0, mode="amp"),
-            "top1",
-            "=top1: is not in the run's evaluations; must be one of loss",
-        ),
-        (made_run(1, 0.0, mode="amp", metric="perplexity"), "perplexity", "must be above 0"),
-        (
-            made_run(1, 2.0, mode="amp", foreign=True),
-            "val/loss",
-            "--scalar=val/loss: is not in the run's eval",
-        ),
+        ((), {}, "loss", "compare.metric=loss: the run has no evalua"),
+        ((), {"evals": EMPTY}, "loss", "must be one of (none)"),
+        ((2.0,), {}, "top1", "=top1: is not in the run's evaluations; must be one of loss"),
+        ((0.0,), {"metric": "perplexity"}, "perplexity", "must be above 0"),
+        ((2.0,), {"foreign": True}, "val/loss", "--scalar=val/loss: is not in the run's eval"),
     ],
 )
-def test_a_run_without_an_outcome_is_named(run, metric, said):
+def test_a_run_without_an_outcome_is_named(values, fields, metric, said):
     own = made_arm({0: 2.0, 1: 2.0}, mode="amp", metric=metric)
-    own.runs[1] = run
+    own.runs[1] = made_run(1, *values, mode="amp", **fields)
     with raises_line(BadInput, "runs/amp/s1", said):
         outcomes(own, own, Question(metric=metric, unit="perplexity"))
 

@@ -26,13 +26,8 @@ from .made_comparison import comparison, gan_group, group
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     folder = tmp_path_factory.mktemp("grids")
-    return comparison(
-        group(steps=400),
-        gan_group(folder),
-        stamps=["--allow optim.lr"],
-        not_compared=["x/amp-s0: no FP32 run"],
-        looks=[3, 5],
-    )
+    told = {"stamps": ["--allow optim.lr"], "not_compared": ["x/amp-s0: no FP32 run"]}
+    return comparison(group(steps=400), gan_group(folder), looks=[3, 5], **told)
 
 
 def test_report_md_has_a_table_sentences_notes_and_stamps(made):
