@@ -53,10 +53,7 @@ def test_the_hash_changes_with_each_key_that_can_change_a_number_and_with_no_oth
 @pytest.mark.parametrize(
     ("role", "keys"),
     [
-        (
-            LABEL,
-            "name output_root output_dir resume basis numerics numerics.probes numerics.every",
-        ),
+        (LABEL, "name output_root output_dir resume basis numerics numerics.probes numerics.every"),
         (READING, "train.log_every train.checkpoint_every train.keep_checkpoints"),
         (READING, "train.cuda_graph data.root data.workers data.prefetch data.cache"),
         (READING, "data.vocabulary data.tokenizer"),

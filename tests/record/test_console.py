@@ -254,11 +254,7 @@ def test_a_bar_is_drawn_at_most_ten_times_a_second(monkeypatch, clock):
 
 def test_off_a_terminal_the_count_is_told_until_there_is_a_loss(clock):
     lines = counted_to(io.StringIO(), clock, samples=8, steps=20, seconds=2.0)
-    assert lines == [
-        "computing step 1/20",
-        "step 1/20",
-        "step 3/20  loss 0.5  ETA 00:34",
-    ]
+    assert lines == ["computing step 1/20", "step 1/20", "step 3/20  loss 0.5  ETA 00:34"]
 
 
 @pytest.mark.slow

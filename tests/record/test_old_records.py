@@ -158,8 +158,7 @@ def rewrite(run, record):
 
 
 @pytest.mark.parametrize(
-    "change",
-    [{"optim__lr": 0.5}, {"precision__fp32_math": "tf32"}, {"model__another": 1}],
+    "change", [{"optim__lr": 0.5}, {"precision__fp32_math": "tf32"}, {"model__another": 1}]
 )
 def test_an_edited_configuration_is_damage_at_any_age(old, capsys, change):
     unsealed(old, **change)

@@ -142,11 +142,7 @@ FOLDER_OF_IMAGES = ["device=cpu", "model=resnet50", "data=image_folder"]
 
 
 @pytest.mark.parametrize(
-    ("key", "group"),
-    [
-        ("data.root", "image_folder"),
-        ("data.vocabulary", "lm1b"),
-    ],
+    ("key", "group"), [("data.root", "image_folder"), ("data.vocabulary", "lm1b")]
 )
 def test_a_run_on_data_elsewhere_is_not_this_cells(key, group, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -73,10 +73,7 @@ def test_the_plan_has_every_seed_and_stands_in_the_configuration():
     }
 
 
-DIFFERENCES = {
-    "fp16_naive": (0.03, -0.03, 0.02, -0.02, 0.0),
-    "amp": (0.001, -0.001, 0.0, 0.0, 0.0),
-}
+DIFFERENCES = {"fp16_naive": (0.03, -0.03, 0.02, -0.02, 0.0), "amp": (0.001, -0.001, 0.0, 0.0, 0.0)}
 
 
 def end(cell, status="done", **changes) -> None:
