@@ -10,9 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from ..helpers import TINY_AUTOENCODER, record_of, rows_of, run
+from ..helpers import TINY_AUTOENCODER, numbers_of, record_of, run
 
-_TIMING = {"samples_per_s", "seconds"}
+
+@pytest.fixture(autouse=True)
+def in_empty_folder(tmp_path, monkeypatch):
+    """Runs and tables are written below the working directory."""
+    monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture
@@ -53,17 +57,9 @@ def same_as_single(tmp_path):
         expected = record_of(single)
         for key in ("status", "final", "last_step", "skipped", "config_hash"):
             assert record[key] == expected[key], (directory.name, key)
-        assert numbers(directory) == numbers(single), directory.name
+        assert numbers_of(directory) == numbers_of(single), directory.name
 
     return compare
-
-
-def numbers(directory: Path) -> list[dict]:
-    """The records of a run without its clock; NaN as text, so that it equals itself."""
-    return [
-        {key: repr(value) for key, value in record.items() if key not in _TIMING}
-        for record in rows_of(directory)
-    ]
 
 
 @pytest.fixture

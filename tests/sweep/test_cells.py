@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from dataclasses import asdict
 from io import StringIO
+from itertools import product
 
 import pytest
 
@@ -29,19 +30,12 @@ from mprun.training.loop import Heartbeat
 
 from ..helpers import but
 
-RECORD = {
-    "seed": 0,
-    "sample": "image",
-    "overrides": ["seed=0"],
-    "precision": {"mode": "fp32", "scaler": "none"},
-    "attempts": 1,
-    "steps": 20,
-}
+RECORD = {"seed": 0, "sample": "image", "overrides": ["seed=0"], "attempts": 1, "steps": 20}
+RECORD |= {"precision": {"mode": "fp32", "scaler": "none"}}
 
 
 @pytest.fixture
-def cell(tmp_path, tiny, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def cell(tiny):
     return plan([*tiny, "seed=0"], None).cells[0]
 
 
@@ -138,14 +132,10 @@ def test_a_damaged_cell_is_put_aside_where_that_is_asked_for(cell):
     assert record_of(aside)["status"] == "done"
 
 
-FOLDER_OF_IMAGES = ["device=cpu", "model=resnet50", "data=image_folder"]
-
-
 @pytest.mark.parametrize(
     ("key", "group"), [("data.root", "image_folder"), ("data.vocabulary", "lm1b")]
 )
-def test_a_run_on_data_elsewhere_is_not_this_cells(key, group, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_run_on_data_elsewhere_is_not_this_cells(key, group, tmp_path):
     for name in "AB":
         (tmp_path / name).mkdir()
     (tmp_path / "link").symlink_to("A")
@@ -169,10 +159,9 @@ def test_a_run_on_data_elsewhere_is_not_this_cells(key, group, tmp_path, monkeyp
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_a_cell_is_the_same_in_a_worker(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_cell_is_the_same_in_a_worker(tmp_path):
     (tmp_path / "A").mkdir()
-    cell = plan([*FOLDER_OF_IMAGES, "data.root=A"], None).cells[0]
+    cell = plan(["device=cpu", "model=resnet50", "data=image_folder", "data.root=A"], None).cells[0]
     assert ("root", "A") in cell.data_places
     written = json.dumps(asdict(cell) | {"directory": str(cell.directory)})
     assert cell_of(json.loads(written)) == cell
@@ -217,47 +206,40 @@ def test_a_lock_on_a_moved_directory_is_none(cell, monkeypatch):
     assert (cell.directory.parent / "moved" / "run.json").is_file()
 
 
+BUG = "Traceback ...\nKeyError: 'x'\nmprun: this is a bug in mprun"
+OWN = "KeyError: 'x'\nmprun: raised in or below a.py, line 3: an error there, or a bug in mprun"
+
+
 @pytest.mark.parametrize(
-    ("ended", "printed", "outcome"),
+    ("ended", "printed", "words", "code"),
     [
-        (ProcessEnd(-9), "step 3/20", AttemptOutcome("killed by SIGKILL", 5)),
-        (ProcessEnd(-11), "", AttemptOutcome("killed by SIGSEGV", 5)),
-        (ProcessEnd(-15), "", AttemptOutcome("stopped before its first step", 5)),
-        (ProcessEnd(-9, hung_s=30.0), "", AttemptOutcome("hung: no progress for 30 s, killed", 5)),
-        (ProcessEnd(2), "x\nmprun: data.root=a: no", AttemptOutcome("failed: data.root=a: no", 2)),
-        (
-            ProcessEnd(5),
-            "mprun: out of memory: 9 GB",
-            AttemptOutcome("failed: out of memory: 9 GB", 5),
-        ),
-        (
-            ProcessEnd(1),
-            "Traceback ...\nKeyError: 'x'\nmprun: this is a bug in mprun",
-            AttemptOutcome("failed: KeyError: 'x'", 1),
-        ),
-        (
-            ProcessEnd(1),
-            "KeyError: 'x'\nmprun: raised in or below a.py, line 3: an error, or a bug in mprun",
-            AttemptOutcome("failed: KeyError: 'x'", 1),
-        ),
-        (ProcessEnd(7), "", AttemptOutcome("failed: exit code 7", 7)),
+        (ProcessEnd(-9), "step 3/20", "killed by SIGKILL", 5),
+        (ProcessEnd(-11), "", "killed by SIGSEGV", 5),
+        (ProcessEnd(-15), "", "stopped before its first step", 5),
+        (ProcessEnd(-9, hung_s=30.0), "", "hung: no progress for 30 s, killed", 5),
+        (ProcessEnd(2), "x\nmprun: data.root=a: no", "failed: data.root=a: no", 2),
+        (ProcessEnd(5), "mprun: out of memory: 9 GB", "failed: out of memory: 9 GB", 5),
+        (ProcessEnd(1), BUG, "failed: KeyError: 'x'", 1),
+        (ProcessEnd(1), OWN, "failed: KeyError: 'x'", 1),
+        (ProcessEnd(7), "", "failed: exit code 7", 7),
     ],
 )
 @pytest.mark.few(4)
-def test_the_end_of_a_process_in_words(cell, ended, printed, outcome):
+def test_the_end_of_a_process_in_words(cell, ended, printed, words, code):
     cell.log.parent.mkdir(parents=True)
     cell.log.write_text(printed)
-    assert outcome_of(cell, ended, attempts_before=0) == outcome
+    assert outcome_of(cell, ended, attempts_before=0) == AttemptOutcome(words, code)
     # The same with a record that still says `running`: it says how the run ended from now on.
     put(cell)
     if ended.code == -signal.SIGTERM:
-        assert outcome_of(cell, ended, attempts_before=0) == AttemptOutcome("preempted", 75)
-        assert record_of(cell.directory)["cause"] == "SIGTERM"
-        return
-    assert outcome_of(cell, ended, attempts_before=0) == outcome
+        words, code = "preempted", PREEMPTED
+    assert outcome_of(cell, ended, attempts_before=0) == AttemptOutcome(words, code)
     record = record_of(cell.directory)
+    if ended.code == -signal.SIGTERM:
+        assert record["cause"] == "SIGTERM"
+        return
     assert record["status"] == "failed" and record["ended"]
-    assert outcome.words.removeprefix("failed: ") == record["cause"]
+    assert words.removeprefix("failed: ") == record["cause"]
 
 
 def test_a_record_is_believed_where_it_is_complete(cell):
@@ -275,9 +257,8 @@ def test_a_record_is_believed_where_it_is_complete(cell):
     assert record_of(cell.directory)["status"] == "preempted"
     # A continuation that wrote nothing ended by itself.
     cell.log.write_text("mprun: out of memory: 9 GB\n")
-    assert outcome_of(cell, ProcessEnd(5), attempts_before=1) == AttemptOutcome(
-        "failed: out of memory: 9 GB", 5
-    )
+    words = "failed: out of memory: 9 GB"
+    assert outcome_of(cell, ProcessEnd(5), attempts_before=1) == AttemptOutcome(words, 5)
     # Somebody else's by now.
     put(cell, status="running")
     with locked(cell.directory):
@@ -337,8 +318,7 @@ def test_a_cell_of_another_process_is_waited_for(cell, record, code, words, capf
         put(cell, last_step=20, **record)
         lock.__exit__(None, None, None)
 
-    timer = threading.Timer(1.5, finish)
-    timer.start()
+    threading.Timer(1.5, finish).start()
     assert main(["-m", *cell.overrides]) == code
     printed = capfd.readouterr()
     assert "in use by another process; waiting for it" in printed.err
@@ -351,13 +331,10 @@ def test_a_cell_of_another_process_is_waited_for(cell, record, code, words, capf
 
 def planned(root, modes, seeds, *more) -> Plan:
     """A sweep of those modes and seeds without composing them; more: overrides of each cell."""
-    cells = [
-        Cell(
-            (f"precision={mode}", *more), root / f"{mode}-s{seed}", f"{mode}{seed}", mode, "", seed
-        )
-        for mode in modes
-        for seed in range(seeds)
-    ]
+    cells = []
+    for mode, seed in product(modes, range(seeds)):
+        words, place = (f"precision={mode}", *more), root / f"{mode}-s{seed}"
+        cells.append(Cell(words, place, f"{mode}{seed}", mode, "", seed))
     return Plan(tuple(cells), root, frozenset({"precision", "seed", "optim.lr"}), None, None)
 
 
@@ -406,9 +383,8 @@ def test_the_line_of_an_ended_cell_fits_the_terminal(tmp_path, monkeypatch, capf
     # 100 s each, two at once: four cells are left, and of a fifth, that has had its time, nothing.
     # A value that does not fit is left out, no part of it is shown.
     assert ended[0] == ("[1/6] fp16_master_scaled ... s0: loss 0.12346, 0:01:40, ETA 0:03:20")
-    assert (
-        ended[1] == "[2/6] fp16_master_scaled ... s1: diverged at step 123456, 0:01:40, ETA 0:03:20"
-    )
+    later = "diverged at step 123456, 0:01:40, ETA 0:03:20"
+    assert ended[1] == f"[2/6] fp16_master_scaled ... s1: {later}"
     assert ended[2].endswith(" s2: preempted, at step 7, 0:00:00, ETA 0:01:40")
     assert "5.35" not in board.table()  # no final evaluation
 
@@ -470,10 +446,7 @@ def test_a_finished_sweep_says_what_comes_next(tmp_path, monkeypatch, capfd):
     assert curves == ["fp16_naive", "fp32"]
 
 
-def test_a_stopped_cell_is_named_with_the_command_that_finishes_it(
-    tmp_path, tiny, capsys, monkeypatch
-):
-    monkeypatch.chdir(tmp_path)
+def test_a_stopped_cell_is_named_with_the_command_that_finishes_it(tiny, capsys):
     kept = [*tiny, "train.steps=2", "train.checkpoint_every=1"]
     planned = plan([*kept, "seed=0,1"], None)
     cell = planned.cells[0]

@@ -15,11 +15,6 @@ TWO = "precision=fp32,amp"
 SMALL = [*LM, "compare.margin=0.02"]
 
 
-@pytest.fixture(autouse=True)
-def in_empty_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-
-
 @pytest.mark.slow
 def test_it_tells_the_half_widths_by_the_scatter_of_earlier_runs():
     assert foresight(plan([*SMALL, TWO, "seed=0,1,2"], None)) is None  # nothing is known

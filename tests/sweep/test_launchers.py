@@ -37,11 +37,6 @@ each_launcher = pytest.mark.parametrize(
 )
 
 
-@pytest.fixture(autouse=True)
-def in_empty_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-
-
 def records(cells) -> list[dict]:
     return [record_of(cell.directory) for cell in cells]
 

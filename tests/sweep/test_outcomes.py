@@ -78,9 +78,8 @@ def check(code, cells, words, printed, same_as_single):
 
 
 @pytest.mark.slow
-def test_a_hang_is_killed_even_before_the_first_step(tmp_path, tiny, wait_for, monkeypatch):
+def test_a_hang_is_killed_even_before_the_first_step(tiny, wait_for, monkeypatch):
     monkeypatch.setattr(processes, "GRACE_S", 0.5)
-    monkeypatch.chdir(tmp_path)
     [cell, _] = plan([*tiny, "seed=0,1"], None).cells
     attempt = Attempt(cell, None, stall_after=1.0)
     os.kill(attempt.process.pid, signal.SIGSTOP)

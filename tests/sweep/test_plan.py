@@ -10,8 +10,7 @@ from ..helpers import raises_line
 
 
 @pytest.fixture(autouse=True)
-def empty_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def nothing_written(tmp_path):
     yield
     assert list(tmp_path.iterdir()) == []
 

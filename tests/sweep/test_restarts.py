@@ -22,9 +22,8 @@ CODES = {signal.SIGKILL: -9, signal.SIGINT: 130, signal.SIGTERM: 75, signal.SIGH
 
 
 @pytest.fixture
-def restarted(tmp_path, start_sweep, wait_for, same_as_single, monkeypatch):
+def restarted(tmp_path, start_sweep, wait_for, same_as_single):
     """Run a sweep, end it by each of `signals` while it trains, run it again until it is done."""
-    monkeypatch.chdir(tmp_path)
 
     def run(arguments: list[str], signals: list[int], seed: int) -> list[dict]:
         """run.json of every cell."""
@@ -65,10 +64,7 @@ def restarted(tmp_path, start_sweep, wait_for, same_as_single, monkeypatch):
 
 
 @pytest.mark.slow
-def test_ctrl_c_twice_kills_what_does_not_end(
-    tmp_path, tiny, start_sweep, held_at_first_step, monkeypatch
-):
-    monkeypatch.chdir(tmp_path)
+def test_ctrl_c_twice_kills_what_does_not_end(tmp_path, tiny, start_sweep, held_at_first_step):
     arguments = [*tiny, *LENGTH, "seed=0"]
     [cell] = plan(arguments, None).cells
     sweep = start_sweep(arguments, tmp_path)
@@ -101,8 +97,7 @@ def test_killed_at_random_moments(restarted, tiny, kind):
 
 
 @pytest.mark.slow
-def test_two_sweeps_at_once_share_the_cells(tmp_path, tiny, start_sweep, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_two_sweeps_at_once_share_the_cells(tmp_path, tiny, start_sweep):
     arguments = [*tiny, *LENGTH, "precision=fp32,fp16_naive", "seed=0,1"]
     both = [start_sweep(arguments, tmp_path) for _ in range(2)]
     assert [sweep.wait() for sweep in both] == [0, 0]
@@ -115,10 +110,7 @@ def test_two_sweeps_at_once_share_the_cells(tmp_path, tiny, start_sweep, monkeyp
 
 
 @pytest.mark.slow
-def test_a_damaged_checkpoint_is_put_aside_and_started_over(
-    tmp_path, tiny, same_as_single, monkeypatch, capfd
-):
-    monkeypatch.chdir(tmp_path)
+def test_a_damaged_checkpoint_is_put_aside_and_started_over(tiny, same_as_single, capfd):
     arguments = [*tiny, "train.steps=20", "train.checkpoint_every=10", "seed=0,1"]
     cells = plan(arguments, None).cells
     for cell in cells:

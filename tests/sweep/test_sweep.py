@@ -2,6 +2,7 @@
 
 import shlex
 import shutil
+from contextlib import chdir
 from pathlib import Path
 
 import pytest
@@ -17,8 +18,7 @@ SWEEP = ["-m", *TINY, "precision=fp16_naive,fp32", "seed=0,1", "-j", "2"]
 
 
 @pytest.mark.slow
-def test_a_sweep_ends_with_a_table_and_runs_only_what_is_missing(tmp_path, monkeypatch, capfd):
-    monkeypatch.chdir(tmp_path)
+def test_a_sweep_ends_with_a_table_and_runs_only_what_is_missing(tmp_path, capfd):
     assert main(SWEEP) == 0
     printed = capfd.readouterr()
     [last] = [line for line in printed.out.splitlines() if line.startswith("sweep: ")]
@@ -66,17 +66,16 @@ def test_a_sweep_ends_with_a_table_and_runs_only_what_is_missing(tmp_path, monke
     assert "name=" in printed.err and printed.out == ""
 
 
+TWO = ["-m", *TINY, "seed=0,1", "precision=fp32"]
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     """A folder with a finished sweep of two runs."""
     folder = tmp_path_factory.mktemp("finished")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
+    with chdir(folder):
         assert main(TWO) == 0
     return folder
-
-
-TWO = ["-m", *TINY, "seed=0,1", "precision=fp32"]
 
 
 def cut(path):

@@ -20,11 +20,6 @@ UNTIL = ["until=decided", "max_seeds=5"]
 REAL = [*LM, "train.steps=60", "optim.lr=1", "precision=fp32,bf16_naive,amp"]
 
 
-@pytest.fixture(autouse=True)
-def in_empty_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-
-
 @pytest.mark.few(7)
 @pytest.mark.parametrize(
     ("words", "says"),
