@@ -21,14 +21,8 @@ from mprun.training.continuation import continued
 from ..helpers import TINY_LM, assert_same_bits, record_of, refused, seal_again
 from ..tables import with_extensions
 
-RUN = [
-    *TINY_LM,
-    "precision=amp",
-    "train.steps=6",
-    "train.log_every=1",
-    "train.checkpoint_every=2",
-    "train.keep_checkpoints=3",
-]
+RUN = [*TINY_LM, "precision=amp", "train.steps=6", "train.log_every=1"]
+RUN += ["train.checkpoint_every=2", "train.keep_checkpoints=3"]
 
 
 @pytest.fixture(scope="module")
@@ -118,8 +112,7 @@ def test_resume_falls_back_says_so_and_ends_the_same(run, finished, capsys):
     flip_a_bit(newest(run) / "state.pt")
     capsys.readouterr()
     assert main([f"resume={run}"]) == 0
-    printed = capsys.readouterr()
-    [warning] = [line for line in printed.err.splitlines() if "warning" in line]
+    [warning] = [line for line in capsys.readouterr().err.splitlines() if "warning" in line]
     assert "step-00000006" in warning
     ours, theirs = loaded(run), loaded(finished)
     assert ours.step == theirs.step == 6 and ours.warnings == []
@@ -127,8 +120,8 @@ def test_resume_falls_back_says_so_and_ends_the_same(run, finished, capsys):
 
 
 def damage_state(run):
-    for _, path in checkpoint.all_in(run / "checkpoints"):
-        flip_a_bit(path / "state.pt")
+    for state in run.glob("checkpoints/*/state.pt"):
+        flip_a_bit(state)
 
 
 def compress(run):
@@ -147,10 +140,6 @@ def compress(run):
 
 def holding(name, text):
     return lambda run: (run / name).write_text(text)
-
-
-def forged(name, text):
-    return lambda run: ((run / name).write_text(text), seal_again(run))
 
 
 def without(name):
@@ -178,11 +167,14 @@ def edited(key, value):
     return damage, 4, f"config.yaml: {key} is {value!r}"
 
 
-# Nine lists of nine aliases each: 9^9 values for whoever walks through them.
-ALIASES = "a: &a [x]\n" + "".join(
-    f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n"
-    for before, name in itertools.pairwise("abcdefghi")
-)
+def aliases(run):
+    """Nine lists of nine aliases each: 9^9 values for whoever walks through them."""
+    pairs = itertools.pairwise("abcdefghi")
+    lines = [f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n" for before, name in pairs]
+    (run / "config.yaml").write_text("".join(["a: &a [x]\n", *lines]))
+    seal_again(run)
+
+
 DAMAGES = [
     (damage_state, 4, "checkpoints"),
     (compress, 4, "compressed"),
@@ -192,7 +184,7 @@ DAMAGES = [
     (holding("config.yaml", "a: ["), 4, "config.yaml"),
     (holding("config.yaml", "!!python/object/apply:os.system [id]"), 4, "config.yaml"),
     (holding("config.yaml", "model: {name: nope}"), 4, "config.yaml"),
-    (forged("config.yaml", ALIASES), 4, "config.yaml: is not valid YAML (an alias)"),
+    (aliases, 4, "config.yaml: is not valid YAML (an alias)"),
     (without("metrics.jsonl"), 4, "metrics.jsonl"),
     (lambda run: flip_a_bit(run / "metrics.jsonl", 0), 4, "metrics.jsonl"),
     (pipe("run.json"), 4, "run.json"),
@@ -258,16 +250,14 @@ def test_a_name_like_a_number_and_an_entry_of_a_mapping_may_be_said_again(tmp_pa
 
 def test_other_data_than_the_run_began_with_are_refused(run, capsys):
     seal_again(run, data=record_of(run)["data"] | {"sha256": 64 * "0"})
-    before = {p: p.read_bytes() for p in run.rglob("*") if p.is_file()}
-    assert main([f"resume={run}", "train.steps=7"]) == 2
-    assert "the data differ from the data at the start of the run" in capsys.readouterr().err
-    assert {p: p.read_bytes() for p in run.rglob("*") if p.is_file()} == before
+    before = files_of(run)
+    says = "the data differ from the data at the start of the run"
+    refused(capsys, f"resume={run}", "train.steps=7", says=says)
+    assert files_of(run) == before
 
 
 def test_a_checkpoint_appears_once_it_is_on_the_disk_and_then_its_name_is(tmp_path, monkeypatch):
-    """A file that is not synchronised may be lost at a power failure, also the name of a whole
-    file.
-    """
+    """What is not synchronised may be lost at a power failure, also the name of a whole file."""
     done, sync, rename = [], os.fsync, os.replace
 
     def synced(descriptor):
@@ -321,10 +311,9 @@ def test_what_killed_processes_left_is_removed_and_nothing_else(run, finished):
     assert (run / ".notes.2024").read_text() == "of the user"
 
 
-LINKED = ["checkpoints", "config.yaml", "run.json", "metrics.jsonl", ".lock"]
-
-
-@pytest.mark.parametrize("name", LINKED)
+@pytest.mark.parametrize(
+    "name", ["checkpoints", "config.yaml", "run.json", "metrics.jsonl", ".lock"]
+)
 @pytest.mark.few(1)
 def test_a_link_out_of_a_run_is_not_followed(run, tmp_path, name, capsys):
     """A stranger's run: what a continuation writes, truncates and deletes would be elsewhere."""

@@ -1,5 +1,6 @@
 """A resumed run is the run that was never stopped, bit for bit, in every mode (CPU)."""
 
+import re
 import shutil
 import sys
 
@@ -31,42 +32,23 @@ from ..shipped import IN_BLOCKS, MODES, OF_ANY_NETWORK
 from ..tables import with_extensions
 
 COMMON = ["train.log_every=1", "train.checkpoint_every=1", "train.keep_checkpoints=99"]
+ADAMW, IMAGES = ["optim=adamw", "optim.eps=1e-3"], ["optim=sgd", "data.batch_size=4"]
+# Tables of which a step moves some rows, sampled classes, and an average of weights.
+BIGLSTM = """
+model=biglstm model.projection_size=4 model.sampled_softmax=6 model.time_reduction=sum
+model.dropout=0.3 model.embedding_gradient_factor=4 train.clip_modules=[lstm] train.accumulate=2
+optim.eps=1e-3 optim.average_decay=0.9 optim.average_modules=[lstm]"""
 # Small enough that a step takes milliseconds, with everything that has state: dropout's random
 # numbers, carried LSTM state, BatchNorm, momentum, a learning rate, two optimizers.
 MODELS = {
     "lstm_lm": [*TINY_LM, "model.dropout=0.3", "optim=sgd"],
-    "gpt": [*TINY_GPT, "model.positions=rotary", "optim=adamw", "optim.eps=1e-3"],
-    "gpt_moe": [
-        *TINY_MOE,
-        "model.balancing=bias",
-        "model.bias_rate=0.01",
-        "optim=adamw",
-        "optim.eps=1e-3",
-    ],
+    "gpt": [*TINY_GPT, "model.positions=rotary", *ADAMW],
+    "gpt_moe": [*TINY_MOE, "model.balancing=bias", "model.bias_rate=0.01", *ADAMW],
     "dcgan": [*TINY_GAN, "optim.eps=1e-3"],
     "conv_autoencoder": [*TINY_AUTOENCODER, "optim.eps=1e-3"],
-    # Tables of which a step moves some rows, sampled classes, and an average of weights.
-    "biglstm": [
-        *but(TINY_LM, "model=biglstm"),
-        "model.projection_size=4",
-        "model.sampled_softmax=6",
-        "model.dropout=0.3",
-        "model.time_reduction=sum",
-        "model.embedding_gradient_factor=4",
-        "train.clip_modules=[lstm]",
-        "train.accumulate=2",
-        "optim.eps=1e-3",
-        "optim.average_decay=0.9",
-        "optim.average_modules=[lstm]",
-    ],
-    "resnet50": ["model=resnet50", "optim=sgd", "data.batch_size=4"],
-    "inception_v3": [
-        "model=inception_v3",
-        "model.width=0.0625",
-        "model.dropout=0.3",
-        "data.batch_size=4",
-        "optim=sgd",
-    ],
+    "biglstm": but(TINY_LM, *BIGLSTM.split()),
+    "resnet50": [*IMAGES, "model=resnet50"],
+    "inception_v3": [*IMAGES, "model=inception_v3", "model.width=0.0625", "model.dropout=0.3"],
 }
 MODELS = with_extensions("RESUMED", MODELS)
 CASES = [
@@ -158,36 +140,24 @@ def test_a_resume_tells_that_linear_layers_multiply_otherwise(tmp_path, monkeypa
     ]
 
 
-@pytest.mark.parametrize(
-    "more",
-    [
-        (*SCALER, "optim.schedule=cosine", "optim.warmup_updates=2"),
-        (*SCALER, "train.accumulate=2"),
-        (*SCALER, "optim=adagrad"),
-        (*SCALER, "optim=rmsprop", "optim.momentum=0.9"),
-        (*SCALER, "optim=rmsprop_tensorflow", "optim.schedule=cosine"),
-        (*SCALER, "optim=muon", "optim.schedule=cosine", "train.clip_norm=1", *WIDE),
-        ("scaler=logmax",),
-        (*SCALER, "data.train_tokens=40"),
-    ],
-    ids=[
-        "schedule",
-        "accumulate",
-        "adagrad",
-        "rmsprop",
-        "tensorflow",
-        "muon",
-        "logmax",
-        "epoch end",
-    ],
-)
+COMBINED = {
+    "schedule": (*SCALER, "optim.schedule=cosine", "optim.warmup_updates=2"),
+    "accumulate": (*SCALER, "train.accumulate=2"),
+    "adagrad": (*SCALER, "optim=adagrad"),
+    "rmsprop": (*SCALER, "optim=rmsprop", "optim.momentum=0.9"),
+    "tensorflow": (*SCALER, "optim=rmsprop_tensorflow", "optim.schedule=cosine"),
+    "muon": (*SCALER, "optim=muon", "optim.schedule=cosine", "train.clip_norm=1", *WIDE),
+    "logmax": ("scaler=logmax",),
+    # At 2 x 4 tokens a step, the epoch is over after five steps.
+    "epoch end": (*SCALER, "data.train_tokens=40"),
+}
+
+
+@pytest.mark.parametrize("more", COMBINED.values(), ids=COMBINED)
 @pytest.mark.slow
 def test_schedule_accumulation_and_epoch_ends(more, tmp_path):
-    # At 2 x 4 tokens a step, the epoch of 40 tokens is over after five steps.
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
-    own = [word for word in MODELS["lstm_lm"] if not word.startswith("optim=")]
-    own = own if any(word.startswith("optim=") for word in more) else MODELS["lstm_lm"]
-    overrides = [*COMMON, *own, "precision=amp", *more, "train.steps=8"]
+    overrides = but([*COMMON, *MODELS["lstm_lm"], "precision=amp"], *more, "train.steps=8")
     assert run(whole, *overrides) == 0
     # A schedule belongs to a length, so the stop is a checkpoint of the whole run.
     for stop in (1, 5):
@@ -290,10 +260,8 @@ def test_a_graph_is_refused_on_a_cpu_when_resuming_too(straight, capsys):
 
 
 def longer(capsys) -> str:
-    lines = capsys.readouterr().err.splitlines()
-    return next(line for line in lines if line.startswith("mprun: to train longer: ")).partition(
-        "r: "
-    )[2]
+    [line] = re.findall("^mprun: to train longer: (.*)$", capsys.readouterr().err, re.MULTILINE)
+    return line
 
 
 def test_the_end_of_a_run_has_the_command_that_extends_it(tmp_path, capsys):
@@ -317,10 +285,8 @@ def test_a_terminal_gets_whole_words(monkeypatch):
 def test_a_rate_that_was_laid_over_the_length_keeps_it_and_says_so(tmp_path, capsys, monkeypatch):
     words = [*TINY_LM, "optim.schedule=cosine", "train.steps=2", "train.checkpoint_every=1"]
     assert run(tmp_path / "r", *words) == 0
-    said = (
-        "optim.schedule=cosine was computed for 2 steps, so a resume cannot extend the run; begin"
-    )
-    end = " with train.steps=4, or with optim.schedule=constant to extend it later"
+    said = "optim.schedule=cosine was computed for 2 steps, so a resume cannot extend the run"
+    end = "; begin with train.steps=4, or with optim.schedule=constant to extend it later"
     assert longer(capsys) == said + end
     monkeypatch.setitem(sys.modules, "mprun.training.resume", None)  # which loads torch, and more
     refused(capsys, f"resume={tmp_path / 'r'}", "train.steps=4", says=f"train.steps=4: {said}{end}")

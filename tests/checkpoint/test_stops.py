@@ -17,17 +17,16 @@ from mprun.training import run as training_run
 from ..helpers import record_of, refused, run
 
 CASES = cases()
-QUICK = {"amp"}
 # Where there is no step, the last evaluation, and what stands between it and the record.
 FEW = ("before step 1", "first evaluation, middle", "last evaluation, middle")
 FEW += ("last evaluation, recorded", "last checkpoint, end", "before the record")
 of_each = pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=() if case in QUICK else pytest.mark.slow) for case in CASES]
+    "case", [pytest.param(case, marks=() if case == "amp" else pytest.mark.slow) for case in CASES]
 )
 
 
 def chosen(case):
-    return [one for one in BOUNDARIES if case not in QUICK or one.name in FEW]
+    return [one for one in BOUNDARIES if case != "amp" or one.name in FEW]
 
 
 def calls_of(case, directory, monkeypatch) -> dict[str, int]:

@@ -313,6 +313,7 @@ CASES = [  # the same, where both fit in a line
     ("output_dir=", "output_dir"),
     ("output_dir=/proc/none/here", "output_dir=/proc/none|cannot be created"),
     ("output_root=/proc/none", "output_root=/proc/none|cannot be created"),
+    ("output_root=kept", "output_root"),
     ("name=a/b", "name='a/b'|letters"),
     ("name=..", "name='..'|letters"),
     ("name=", "name=''|letters"),

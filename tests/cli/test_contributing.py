@@ -47,6 +47,7 @@ def checkout(tmp_path):
 def add(checkout, *files):
     before = {path for path in checkout.rglob("*") if path.is_file()}
     for file in files:
+        (checkout / file).parent.mkdir(exist_ok=True)
         (checkout / file).write_text(block(file), encoding="utf-8")
     added = {path for path in checkout.rglob("*") if path.is_file()} - before
     assert len(added) == len(files)
@@ -125,7 +126,6 @@ def test_a_metric_is_declared_by_its_task(tmp_path, monkeypatch):
 def test_a_verb_is_an_entry_point(checkout):
     header, line = '[project.entry-points."mprun.verbs"]', 'ended = "perceptrons.ended:main"'
     assert f"`{line}` in `{header}`" in PAGE
-    (checkout / "perceptrons").mkdir()
     add(checkout, "perceptrons/ended.py")
     project = checkout / "pyproject.toml"
     project.write_text(project.read_text("utf-8").replace(header, f"{header}\n{line}"), "utf-8")
@@ -159,7 +159,6 @@ def test_a_log_format_is_an_entry_point(checkout):
     pytest.importorskip("mprun.extensions.logs")
     header, line = '[project.entry-points."mprun.log_formats"]', 'caffe = "perceptrons.logs:CAFFE"'
     assert f"`{line}` in `{header}`" in PAGE
-    (checkout / "perceptrons").mkdir()
     add(checkout, "perceptrons/logs.py")
     with open(checkout / "pyproject.toml", "a", encoding="utf-8") as project:
         project.write(f"\n{header}\n{line}\n")

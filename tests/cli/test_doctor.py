@@ -151,18 +151,9 @@ def test_the_page_of_a_gpu(facts):
     nvml = {"works": True, "why": None, "energy_mj": 5, "power_w": 80.4, "sm_clock_mhz": 1980.0}
     nvml |= {"temperature_c": None, "process_bytes": None, "missing": missing}
     passed = {"works": True, "why": None}
-    text = page(
-        {
-            **facts,
-            "device": "cuda:0",
-            "why_no_gpu": None,
-            "gpus": [gpu, full],
-            "kernels": {"cpu": facts["kernels"]["cpu"], "cuda": cuda},
-            "cuda_graph": passed,
-            "nvml": nvml,
-            "emulated_operations": [],
-        }
-    )
+    made = {"device": "cuda:0", "why_no_gpu": None, "gpus": [gpu, full], "nvml": nvml}
+    made |= {"kernels": {"cpu": facts["kernels"]["cpu"], "cuda": cuda}, "cuda_graph": passed}
+    text = page({**facts, **made, "emulated_operations": []})
     assert max(map(len, text.splitlines())) <= 80
     for said in (
         "GPU 0 NVIDIA Made, compute capability 9.0, 132 multiprocessors, 150.0 GiB, "
@@ -184,11 +175,10 @@ def test_numbers_that_bf16_does_not_have_are_not_multiplied_on_tensor_cores(
 ):
     """The GPU that answers is made."""
     (tmp_path / "precision").mkdir()
-    products = (
-        f"{{input: e4m3, weight: e4m3, grad_output: e4m3, granularity: 1x128, scale: {scale}}}"
-    )
-    lines = ["param_dtype: bf16", f"matmul: {products}", ""]
-    (tmp_path / "precision/mine.yaml").write_text("\n".join(lines))
+    matmul = dict.fromkeys(("input", "weight", "grad_output"), "e4m3")
+    matmul |= {"granularity": "1x128", "scale": scale}
+    mode = {"param_dtype": "bf16", "matmul": matmul}
+    (tmp_path / "precision/mine.yaml").write_text(json.dumps(mode))
     monkeypatch.setattr("mprun.cli.machine.why_unsupported", lambda policy, device: None)
     monkeypatch.setattr("mprun.cli.machine.why_no_lstm", lambda policy, device: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))

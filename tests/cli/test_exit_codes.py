@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import json
+import math
 import os
 import pty
 import re
@@ -13,6 +14,7 @@ import time
 import weakref
 from contextlib import suppress
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -68,13 +70,9 @@ def test_done_is_0(tmp_path, capsys, monkeypatch):
     assert lines[-2] == f"mprun: next: tensorboard --logdir {tmp_path / 'r'}"
     assert lines[-1].startswith("mprun: to train longer: begin again with train.steps=")
     counts, totals = zip(*evaluated, strict=True)
-    held_out = record_held_out(lines[1])
+    held_out = int(re.search(r"([\d,]+) held out", lines[1])[1].replace(",", ""))
     assert list(counts) == sorted(counts) and set(totals) == {held_out}
     assert len(counts) > 1 and held_out - counts[-1] < 100
-
-
-def record_held_out(line: str) -> int:
-    return int(line.partition(" held out")[0].split()[-1].replace(",", ""))
 
 
 @pytest.mark.parametrize(
@@ -103,10 +101,9 @@ def test_the_next_command_is_the_one_that_shows_most(tmp_path, monkeypatch):
     def run(name, mode, *overrides, **more):
         path = Path("outputs/small lm") / name
         path.mkdir(parents=True)
-        record = {"overrides": [*overrides, f"precision={mode}"], "status": "done"}
-        record |= {"steps": 300, "attempts": 1}
-        record |= {"precision": {"mode": mode}, "choices": {"model": "lstm_lm", "precision": mode}}
-        record |= {"config": {"output_dir": None}} | more
+        record = {"overrides": [*overrides, f"precision={mode}"], "precision": {"mode": mode}}
+        record |= {"status": "done", "steps": 300, "attempts": 1, "config": {"output_dir": None}}
+        record |= {"choices": {"model": "lstm_lm", "precision": mode}} | more
         (path / "run.json").write_text(json.dumps(record))
         return path, record
 
@@ -114,9 +111,8 @@ def test_the_next_command_is_the_one_that_shows_most(tmp_path, monkeypatch):
         return what_fits(*run).removeprefix("next: ")
 
     # The partner that is not there yet, with everything else as it was.
-    assert _next(*run("a", "fp32", "seed=1", "optim.lr=0.5")) == (
-        "mprun seed=1 optim.lr=0.5 precision=amp"
-    )
+    alone = run("a", "fp32", "seed=1", "optim.lr=0.5")
+    assert _next(*alone) == "mprun seed=1 optim.lr=0.5 precision=amp"
     assert _next(*run("b", "bf16_naive")) == "mprun precision=fp32"
     # Of another experiment, measured by advise, not ended: no partners.
     run("c", "fp32", measured_for="advise")
@@ -136,15 +132,16 @@ def test_the_next_command_is_the_one_that_shows_most(tmp_path, monkeypatch):
 
 def test_diverged_is_3_and_a_result(tmp_path, capsys):
     """Adam's eps of 1e-8 is 0 in FP16: 0 / 0 in the first update, NaN in the second loss."""
-    folder, length = tmp_path / "r", ["train.steps=9", "train.log_every=3"]
-    length.append("train.checkpoint_every=1")
-    assert run(folder, *TINY_AUTOENCODER, "precision=fp16_naive", *length) == 3
+    folder, mode = tmp_path / "r", [*TINY_AUTOENCODER, "precision=fp16_naive"]
+    length = ["train.steps=30", "train.log_every=1000", "train.checkpoint_every=1"]
+    assert run(folder, *mode, *length) == 3
     printed = capsys.readouterr()
     record = record_of(folder)
     assert record["status"] == "diverged" and record["cause"] == "non-finite loss"
-    # The step of the first non-finite loss, not the step of the log line that found it.
-    assert record["last_step"] == 2
-    assert rows_of(folder)[-1]["step"] == 2
+    # The step of the first non-finite loss, not that of a log line, of which there is none yet.
+    first, second = rows_of(folder)
+    assert (first["step"], second["step"], record["last_step"]) == (1, 2, 2)
+    assert math.isfinite(first["loss"]) and not math.isfinite(second["loss"])
     assert "optim.eps" in printed.err and "diverged at step 2" in printed.err
     assert printed.out == f"run: {folder}\n"
     # Weights that are not finite are never committed as a checkpoint to go on from.
@@ -183,10 +180,8 @@ def test_a_signal_in_the_last_step_of_several_ranks_leaves_a_run_that_is_done(
 
 
 def test_a_parser_without_a_descriptor_does_not_blame_the_command_line(monkeypatch, capsys):
-    def parse(*_):
-        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-
-    monkeypatch.setattr("mprun.config.overrides.OverridesParser.parse_overrides", parse)
+    full = Mock(side_effect=OSError(errno.EMFILE, os.strerror(errno.EMFILE)))
+    monkeypatch.setattr("mprun.config.overrides.OverridesParser.parse_overrides", full)
     line = refused(capsys, "seed=5671", code=5)  # none that was parsed before
     assert line == "mprun: Too many open files\n"
 
@@ -224,25 +219,16 @@ NO_MEMORY = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("error", "told"), NO_MEMORY)
 def test_memory_that_ends_while_training_is_5(error, told, tmp_path, monkeypatch, capsys):
-    def advance(*_):
-        raise error
-
-    monkeypatch.setattr("mprun.training.loop.Loop.advance", advance)
+    monkeypatch.setattr("mprun.training.loop.Loop.advance", Mock(side_effect=error))
     assert run(tmp_path / "r", *TINY_LM, "train.steps=1") == 5
     line = capsys.readouterr().err.splitlines()[-1]
-    assert re.fullmatch(
-        rf"mprun: out of memory: {re.escape(told)}, with \d+\.\d\d GiB of the host free; "
-        "try data.batch_size=1",
-        line,
-    )
+    free = r"\d+\.\d\d GiB of the host free; try data.batch_size=1"
+    assert re.fullmatch(rf"mprun: out of memory: {re.escape(told)}, with {free}", line)
     assert record_of(tmp_path / "r")["status"] == "failed"
 
 
 def test_a_verb_that_runs_out_of_memory_ends_with_5(monkeypatch, capsys):
-    def main(_):
-        raise MemoryError
-
-    monkeypatch.setattr("mprun.cli.doctor.main", main)
+    monkeypatch.setattr("mprun.cli.doctor.main", Mock(side_effect=MemoryError))
     assert "mprun: out of memory: of Python" in refused(capsys, "doctor", code=5)
 
 
@@ -278,11 +264,6 @@ def test_what_the_failed_calls_held_is_given_back():
     assert seen[0]() is not None
     shortage(kept)
     assert seen[0]() is None
-
-
-def test_an_unwritable_folder_is_named(tmp_path, capsys):
-    (tmp_path / "file").write_text("not a folder")
-    refused(capsys, *LM, f"output_root='{tmp_path / 'file'}'", says="output_root")
 
 
 def start(folder, *overrides, **more) -> subprocess.Popen:
@@ -339,14 +320,9 @@ def test_a_terminal_gets_a_bar_and_stdout_stays_clean(tmp_path):
     process = start(folder, "train.steps=4", stdout=subprocess.PIPE, stderr=theirs)
     os.close(theirs)
     drawn = b""
-    while True:
-        try:
-            part = os.read(ours, 65536)
-        except OSError:  # Linux: the other end of the terminal is closed
-            break
-        if not part:
-            break
-        drawn += part
+    with suppress(OSError):  # Linux: the other end of the terminal is closed
+        while part := os.read(ours, 65536):
+            drawn += part
     out, _ = process.communicate(timeout=300)
     os.close(ours)
     assert (process.returncode, out) == (0, f"run: {folder}\n")
@@ -386,9 +362,8 @@ def test_an_evaluation_is_left_at_once_and_made_up_for(tmp_path, capsys):
     # Its records are those of the steps alone; the evaluation comes first when the run goes on.
     assert [record["split"] for record in lines_of(folder)] == ["train", "train"]
     # On fewer tokens, which only a test may do.
-    for name in ("config.yaml", "run.json"):
-        text = (folder / name).read_text().replace("50000000", "500")
-        (folder / name).write_text(text)
+    for path in (folder / "config.yaml", folder / "run.json"):
+        path.write_text(path.read_text().replace("50000000", "500"))
     record = record_of(folder)
     del record["data"]["sha256"]
     seal_again(folder, data=record["data"], config_hash=config_hash(record["config"]))
@@ -465,13 +440,9 @@ def test_loading_is_left_at_once_and_nothing_is_written(tmp_path):
     (tmp_path / "slow.py").write_text(
         "import time\n\ndef make(**_):\n    print('loading', flush=True)\n    time.sleep(600)\n"
     )
-    process = start(
-        tmp_path / "r",
-        *("data=custom", "data.factory=slow:make"),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"},
-    )
+    pipes = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)
+    own = os.environ | {"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
+    process = start(tmp_path / "r", "data=custom", "data.factory=slow:make", env=own, **pipes)
     assert process.stdout.readline() == "loading\n"
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=300)

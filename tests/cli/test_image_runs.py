@@ -46,13 +46,9 @@ def arguments(folder: Path, run: Path, *more: str) -> list[str]:
 
 def start(folder: Path, run: Path, *more: str) -> subprocess.Popen:
     """The run as a process in a group of its own."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "mprun", *arguments(folder, run, *more)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    command = [sys.executable, "-m", "mprun", *arguments(folder, run, *more)]
+    pipes = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)
+    return subprocess.Popen(command, **pipes, text=True, start_new_session=True)
 
 
 def steps_done(run: Path) -> int:
@@ -61,11 +57,15 @@ def steps_done(run: Path) -> int:
     return max([row["step"] for row in rows], default=0)
 
 
-def wait_for_step(run: Path, step: int) -> None:
-    deadline = time.monotonic() + 300
-    while steps_done(run) < step:
+def wait_for(condition, seconds=300) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+def wait_for_step(run: Path, step: int) -> None:
+    wait_for(lambda: steps_done(run) >= step)
 
 
 def loader_processes(root: int) -> list[int]:
@@ -264,10 +264,7 @@ def test_killed_and_resumed_from_a_checkpoint(folder, tmp_path):
     assert len(workers) == 2
     process.kill()
     process.communicate()
-    deadline = time.monotonic() + 120
-    while any(Path(f"/proc/{pid}").exists() for pid in workers):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers), 120)
     last = steps_done(run) + 10
     assert main([f"resume={run}", f"data.root='{folder}'", f"train.steps={last}"]) == 0
     assert main(arguments(folder, whole, *more, f"train.steps={last}")) == 0

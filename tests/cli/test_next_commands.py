@@ -144,15 +144,11 @@ def works(command) -> None:
     assert main([*words[1:], *shorter]) in allowed, command
 
 
-NEEDED = {
+NEEDED = dict.fromkeys(RUNS, ["mprun 'resume="]) | {
     "done": ["mprun compare", "mprun advise"],
     "beside": ["mprun compare"],
     "probed": ["mprun 'output_root=", "mprun advise"],
-    "bad_losses": ["mprun explain"],
-    "diverged": ["mprun explain"],
-    **dict.fromkeys(
-        ("preempted", "failed", "killed", "without_checkpoint", "own"), ["mprun 'resume="]
-    ),
+    **dict.fromkeys(("bad_losses", "diverged"), ["mprun explain"]),
 }
 
 

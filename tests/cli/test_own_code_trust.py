@@ -14,7 +14,7 @@ from mprun.record.run_record import Record
 from mprun.sweeps.mode_table import table
 
 from .. import helpers
-from ..helpers import but, record_of, rows_of
+from ..helpers import but, record_of, rows_of, seal_again
 from ..tables import with_extensions
 
 HONEST = """
@@ -42,18 +42,10 @@ def network(data, width=4):
 HOSTILE = "open('canary', 'w').close()\nfrom honest import data, network\n"
 NAMES = ["data.factory=honest:data", "model.factory=honest:network"]
 BAD = ["data.factory=hostile:data", "model.factory=hostile:network"]
-RUN = [
-    "model=custom",
-    *NAMES,
-    "device=cpu",
-    "threads=1",
-    "train.steps=4",
-    "data.batch_size=4",
-    "train.checkpoint_every=2",
-    "numerics=probes",
-    "numerics.every=2",
-    "precision=fp16_master_scaled",
-]
+RUNS_CODE = with_extensions("RUNS_CODE", [["resume=run", "train.steps=6"]])
+RUN = ["model=custom", *NAMES, "device=cpu", "threads=1", "precision=fp16_master_scaled"]
+RUN += ["train.steps=4", "data.batch_size=4", "train.checkpoint_every=2"]
+RUN += ["numerics=probes", "numerics.every=2"]
 
 
 @pytest.fixture(autouse=True)
@@ -67,10 +59,6 @@ def folder(tmp_path, monkeypatch):
         sys.modules.pop(name, None)
 
 
-def write_record(run: Path, record: dict, **changes) -> None:
-    Record(run, record | changes).seal()
-
-
 @pytest.fixture
 def edited(folder):
     """A run whose record names `hostile` everywhere, and is said to have diverged."""
@@ -81,7 +69,8 @@ def edited(folder):
     record = record_of(run)
     record["overrides"] = [o.replace("honest", "hostile") for o in record["overrides"]]
     record |= {"status": "diverged", "cause": "non-finite loss", "config": config}
-    write_record(run, record, config_hash=config_hash(config))  # whoever made it knows how
+    record["config_hash"] = config_hash(config)  # whoever made it knows how
+    seal_again(run, **record)
     return run
 
 
@@ -92,9 +81,7 @@ def refused(capsys, *arguments: str) -> str:
     return line
 
 
-@pytest.mark.parametrize(
-    "arguments", with_extensions("RUNS_CODE", [["resume=run", "train.steps=6"]])
-)
+@pytest.mark.parametrize("arguments", RUNS_CODE)
 @pytest.mark.few(2)
 def test_a_record_that_names_other_code_imports_nothing(arguments, edited, capsys):
     line = refused(capsys, *arguments)
@@ -114,7 +101,7 @@ def test_what_only_reads_imports_nothing(edited, capsys):
         record["config"][key]["name"] = {"precision": "fp32", "scaler": "none"}[key]
     record["config"]["precision"] |= modes()["fp32"].values
     record["config"]["scaler"]["kind"] = "none"
-    write_record(Path("fp32"), record, config_hash="0")
+    seal_again("fp32", **record | {"config_hash": "0"})
     assert main(["compare", "run", "fp32", "--out", "report"]) in (0, 2, 3)
     assert "hostile:network-hostile:data" in capsys.readouterr().out
     assert "fp16_master_scaled" in table([record_of(edited)])
@@ -168,11 +155,11 @@ def test_a_run_below_the_config_dir_does_not_vouch_for_itself(place, edited, cap
     for name in ("config.yaml", "all.yaml"):
         named = {"factory": "hostile:data"} | record
         (edited / name).write_text("# @package _global_\n" + yaml.safe_dump(named))
-    write_record(edited, record_of(edited), config=named, config_hash=config_hash(named))
+    seal_again(edited, config=named, config_hash=config_hash(named))
     if place != "run":
         Path(place).parent.mkdir(exist_ok=True)
         edited.rename(place)
-    for words in with_extensions("RUNS_CODE", [["resume=run", "train.steps=6"]]):
+    for words in RUNS_CODE:
         command = [word.replace("run", place) for word in words]
         assert "names code" in refused(capsys, *command, "--config-dir", ".")
 

@@ -17,17 +17,10 @@ from ..helpers import but, record_of, refused, rows_of, seal_again
 from ..tables import with_extensions
 
 ROOT = "data.root=texts"
-RUN = [
-    *("data=text", ROOT, "data.batch_size=2", "data.sequence_length=4", "data.cache=cached"),
-    *("model.embedding_size=4", "model.hidden_size=4", "model.num_layers=1", "device=cpu"),
-    *(
-        "threads=1",
-        "train.steps=4",
-        "train.checkpoint_every=2",
-        "numerics=probes",
-        "numerics.every=2",
-    ),
-]
+RUN = ["data=text", ROOT, "data.batch_size=2", "data.sequence_length=4", "data.cache=cached"]
+RUN += ["model.embedding_size=4", "model.hidden_size=4", "model.num_layers=1", "device=cpu"]
+RUN += ["threads=1", "train.steps=4", "train.checkpoint_every=2"]
+RUN += ["numerics=probes", "numerics.every=2"]
 NAMED = ["data.cache=cached", ROOT]
 
 
@@ -52,8 +45,8 @@ def edit(run: Path, **data) -> None:
     config = yaml.safe_load((run / "config.yaml").read_text())
     config["data"] |= data
     (run / "config.yaml").write_text(yaml.safe_dump(config))
-    changed = {"status": "diverged", "cause": "non-finite loss", "config": config}
-    seal_again(run, **changed, config_hash=config_hash(config))
+    diverged = {"status": "diverged", "cause": "non-finite loss"}
+    seal_again(run, **diverged, config=config, config_hash=config_hash(config))
 
 
 @pytest.mark.slow
@@ -63,15 +56,13 @@ def edit(run: Path, **data) -> None:
 def test_a_record_can_make_no_command_read_or_write_elsewhere(arguments, run, folder, capsys):
     edit(run, cache=str(folder / "elsewhere"))
     line = refused(capsys, *arguments, ROOT)
-    assert line.startswith(
-        f"mprun: data.cache={folder}/elsewhere: the run's record names this path"
-    )
-    assert line.endswith(f"add data.cache={folder}/elsewhere\n")
+    path = f"data.cache={folder}/elsewhere"
+    assert line.startswith(f"mprun: {path}: the run's record names this path")
+    assert line.endswith(f"add {path}\n")
     assert not (folder / "elsewhere").exists()
     # Every path has to be named, not one of them.
     assert line.count("data.root") == 0
-    both = refused(capsys, *arguments)
-    assert both.endswith(f"add data.root=texts data.cache={folder}/elsewhere\n")
+    assert refused(capsys, *arguments).endswith(f"add data.root=texts {path}\n")
 
 
 def test_nothing_is_written_where_a_record_says_that_its_run_was(run, folder):
@@ -167,9 +158,8 @@ def test_a_path_may_hold_any_character(name, folder, capsys):
     own = [word for word in RUN if word not in NAMED]
     assert main([*options, *own, *places, "experiment=own", f"output_dir={run}"]) == 0
     assert any((folder / name / "cache").iterdir())
-    line = refused(
-        capsys, f"resume={run}", "train.steps=5", says="the run's record names this path"
-    )
+    says = "the run's record names this path"
+    line = refused(capsys, f"resume={run}", "train.steps=5", says=says)
     words = shlex.split(line.partition("if you trust them, add ")[2])
     if "\n" not in name:  # which a line cannot show
         assert main([f"resume={run}", "train.steps=5", *words]) == 0

@@ -2,7 +2,6 @@
 
 import ast
 import inspect
-import json
 import os
 import re
 import subprocess
@@ -25,15 +24,11 @@ from mprun.data.token_streams import Windows
 from mprun.entry_points import loaded
 
 from ..cli.test_contributing import block
-from ..helpers import settings_of
+from ..helpers import record_of, rows_of, settings_of
 
-FILES = (
-    "perceptrons/components.py",
-    "perceptrons/network.py",
-    "perceptrons/conf/model/perceptron.yaml",
-    "perceptrons/steps.py",
-    "perceptrons/conf/optim/nadam.yaml",
-)
+FILES = ("perceptrons/components.py", "perceptrons/network.py", "perceptrons/steps.py")
+FILES += ("perceptrons/conf/model/perceptron.yaml", "perceptrons/conf/optim/nadam.yaml")
+RUN = ["model=perceptron", "train.steps=2", "device=cpu", "output_dir=run"]
 
 
 @pytest.fixture
@@ -57,13 +52,9 @@ def command(tmp_path):
     def run(*words):
         root = str(Path(mprun.__file__).parents[1])
         path = os.pathsep.join([str(site), root])
-        return subprocess.run(
-            [sys.executable, "-m", "mprun", *words],
-            capture_output=True,
-            text=True,
-            cwd=tmp_path,
-            env=os.environ | {"PYTHONPATH": path},
-        )
+        how = {"capture_output": True, "text": True, "cwd": tmp_path}
+        environment = os.environ | {"PYTHONPATH": path}
+        return subprocess.run([sys.executable, "-m", "mprun", *words], env=environment, **how)
 
     return run
 
@@ -78,10 +69,8 @@ def test_an_installed_package_adds_a_network(command, tmp_path):
     refused = command("model=perceptron", "model.units=3")
     assert (refused.returncode, refused.stderr) == (2, "mprun: model.units=3: must be even\n")
     assert "perceptron" in command("--info", "config", "model=perceptron").stdout
-    run = ("model=perceptron", "precision=amp", "train.steps=2", "device=cpu", "output_dir=run")
-    assert (done := command(*run)).returncode == 0, done.stderr
-    record = json.loads((tmp_path / "run" / "run.json").read_text(encoding="utf-8"))
-    assert record["status"] == "done"
+    assert (done := command(*RUN, "precision=amp")).returncode == 0, done.stderr
+    assert record_of(tmp_path / "run")["status"] == "done"
 
 
 @pytest.mark.slow
@@ -93,42 +82,24 @@ def test_an_installed_package_adds_an_optimizer_a_scaler_and_a_mode(command, tmp
     assert "of optim  adam, adamw, muon, nadam" in command("--help", "optim.betas").stdout
     assert command("--help", "precision.bits").stdout.startswith("precision.bits\n  Bits of")
     chosen = [f"{group}={name}" for group, name in own.items()]
+    others = "optim=sgd or optim=rmsprop or optim=rmsprop_tensorflow or optim=muon"
     for word, told in (
-        (
-            "optim.momentum=0.9",
-            "optim.momentum=0.9: nadam has no such setting; optim=sgd or optim=rmsprop or "
-            "optim=rmsprop_tensorflow or optim=muon has it",
-        ),
-        (
-            "optim.eps=null",
-            "optim.eps=null: nadam needs a number >= 0 (number added to the denominator)",
-        ),
-        (
-            "scaler.exponent=99",
-            "scaler.exponent=99: must be >= 0 and <= 24 (log2 of the loss scale)",
-        ),
-        ("precision.bits=8", "precision.bits=8: must be one of 16, 32"),
+        ("optim.momentum=0.9", f"nadam has no such setting; {others} has it"),
+        ("optim.eps=null", "nadam needs a number >= 0 (number added to the denominator)"),
+        ("scaler.exponent=99", "must be >= 0 and <= 24 (log2 of the loss scale)"),
+        ("precision.bits=8", "must be one of 16, 32"),
     ):
         refused = command(*chosen, word)
-        assert (refused.returncode, refused.stderr) == (2, f"mprun: {told}\n")
-    run = (
-        "model=perceptron",
-        "train.steps=2",
-        "train.checkpoint_every=2",
-        "device=cpu",
-        "output_dir=run",
-    )
-    assert (done := command(*run, *chosen, "optim.momentum_decay=0.01")).returncode == 0, (
-        done.stderr
-    )
-    record = json.loads((tmp_path / "run" / "run.json").read_text(encoding="utf-8"))
+        assert (refused.returncode, refused.stderr) == (2, f"mprun: {word}: {told}\n")
+    words = [*RUN, *chosen, "train.checkpoint_every=2", "optim.momentum_decay=0.01"]
+    assert (done := command(*words)).returncode == 0, done.stderr
+    record = record_of(tmp_path / "run")
     assert record["status"] == "done" and record["precision"]["mode"] == "bits"
     assert record["precision"]["effective_dtypes"]["model"]["parameters"].keys() == {"bfloat16"}
     assert record["config"]["optim"]["momentum_decay"] == 0.01
     assert command("resume=run", "train.steps=3").returncode == 0
-    lines = (tmp_path / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    scales = [json.loads(line).get("loss_scale") for line in lines]
-    assert {*scales} - {None} == {1024.0}
+    scales = {row.get("loss_scale") for row in rows_of(tmp_path / "run")}
+    assert scales - {None} == {1024.0}
 
 
 @pytest.mark.slow

@@ -32,14 +32,13 @@ def read(group: str, option: str) -> dict:
     return yaml.safe_load(option_files(group)[option].read_text(encoding="utf-8"))
 
 
-# The sizes of one model differ in numbers only: two modes in the default run, all in the slow one.
-PAIRS = [
-    pytest.param(
-        model, mode, marks=() if model in NETWORKS or mode in ("fp32", "amp") else pytest.mark.slow
-    )
-    for model in options("model")
-    for mode in ALL_MODES
-]
+def pair(model, mode):
+    """The sizes of one model differ in numbers only: two modes of these in the default run."""
+    quick = model in NETWORKS or mode in ("fp32", "amp")
+    return pytest.param(model, mode, marks=() if quick else pytest.mark.slow)
+
+
+PAIRS = [pair(model, mode) for model in options("model") for mode in ALL_MODES]
 
 
 @pytest.mark.parametrize(("model", "precision"), PAIRS)
@@ -172,21 +171,19 @@ def test_an_experiment_wins_over_the_defaults_and_the_command_line_over_both(tmp
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        (["precision.overrides.lstm=fp32"], {"lstm": "fp32"}),
-        (["precision.overrides={lstm:fp32}"], {"lstm": "fp32"}),
-        (["precision.overrides.layer4.*=fp32"], {"layer4.*": "fp32"}),
-        (["precision.overrides={layer4.*:fp32,fc:bf16}"], {"layer4.*": "fp32", "fc": "bf16"}),
-        (
-            ["precision.overrides.*bn?=fp32", "precision.overrides.fc=fp16"],
-            {"*bn?": "fp32", "fc": "fp16"},
-        ),
-        (["precision.overrides.layer[34].0=fp32"], {"layer[34].0": "fp32"}),
-        (["++precision.overrides.fc=fp32"], {"fc": "fp32"}),
-        ([], {}),
+        ("KEY.lstm=fp32", {"lstm": "fp32"}),
+        ("KEY={lstm:fp32}", {"lstm": "fp32"}),
+        ("KEY.layer4.*=fp32", {"layer4.*": "fp32"}),
+        ("KEY={layer4.*:fp32,fc:bf16}", {"layer4.*": "fp32", "fc": "bf16"}),
+        ("KEY.*bn?=fp32 KEY.fc=fp16", {"*bn?": "fp32", "fc": "fp16"}),
+        ("KEY.layer[34].0=fp32", {"layer[34].0": "fp32"}),
+        ("++KEY.fc=fp32", {"fc": "fp32"}),
+        ("", {}),
     ],
 )
 def test_patterns_of_module_overrides(overrides, expected):
-    assert compose_config(overrides).config.precision.overrides == expected
+    words = overrides.replace("KEY", "precision.overrides").split()
+    assert compose_config(words).config.precision.overrides == expected
 
 
 def test_a_record_of_a_run_names_no_code():

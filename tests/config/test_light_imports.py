@@ -16,13 +16,8 @@ from ..tables import with_extensions
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 # Where a module is not called as its package is.
-MODULES = {
-    "hydra-core": "hydra",
-    "nvidia-ml-py": "pynvml",
-    "pillow": "PIL",
-    "pytorch-lightning": "pytorch_lightning",
-    "pyyaml": "yaml",
-}
+MODULES = {"hydra-core": "hydra", "nvidia-ml-py": "pynvml", "pillow": "PIL", "pyyaml": "yaml"}
+MODULES["pytorch-lightning"] = "pytorch_lightning"
 # As if nothing was installed but the core.
 WITHOUT_EXTRAS = f"import sys; sys.modules.update(dict.fromkeys({OF_EXTRAS}))"
 ENGINE = f"""

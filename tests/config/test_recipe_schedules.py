@@ -10,17 +10,10 @@ from ..tables import with_extensions
 from .test_recipes import RECIPES, composed
 
 # Two steps of these run in minutes or less on a CPU, from files that tests have.
-SMALL = {
-    "alexnet_cifar10": "cifar10_jpeg",
-    "resnet50_cifar10": "cifar10_jpeg",
-    "dcgan_cifar10": "cifar10_jpeg",
-    "lstm_wikitext2_small": "wikitext_2",
-    "lstm_wikitext2": "wikitext_2",
-}
-
-
+SMALL = dict.fromkeys(("alexnet_cifar10", "resnet50_cifar10", "dcgan_cifar10"), "cifar10_jpeg")
+SMALL |= dict.fromkeys(("lstm_wikitext2_small", "lstm_wikitext2"), "wikitext_2")
 RESNET_RATES = {0: 0.1, 30 * 5004 - 1: 0.1, 30 * 5004: 0.01, 60 * 5004 - 1: 0.01, 60 * 5004: 0.001}
-V15_WARM_UP, V15_STEPS = 5 * 5004, 90 * 5004
+WARM_UP, V15_STEPS = 5 * 5004, 90 * 5004
 # 1,281,167 images give 5,004 full batches of 256, 50,000 images 390 of 128; Penn Treebank's 929,589
 # tokens give 2,323 steps of 20 x 20 and 1,327 of 20 x 35; WikiText-2's 2,088,628 give 2,983.
 SCHEDULES = [
@@ -43,14 +36,9 @@ SCHEDULES = [
         "resnet50_imagenet_v15",
         5004,
         V15_STEPS,
-        {
-            0: 0.256 / V15_WARM_UP,
-            V15_WARM_UP // 2 - 1: 0.128,
-            V15_WARM_UP - 1: 0.256,
-            V15_WARM_UP: 0.256,
-            (V15_WARM_UP + V15_STEPS) // 2: 0.128,
-            V15_WARM_UP + (V15_STEPS - V15_WARM_UP) // 3: 0.192,  # cos(pi / 3) = 1/2
-        },
+        {0: 0.256 / WARM_UP, WARM_UP // 2 - 1: 0.128, WARM_UP - 1: 0.256, WARM_UP: 0.256}
+        # cos(pi / 3) = 1/2
+        | {(WARM_UP + V15_STEPS) // 2: 0.128, WARM_UP + (V15_STEPS - WARM_UP) // 3: 0.192},
     ),
     ("resnet50_preact_imagenet", 5004, 90 * 5004, RESNET_RATES),
     (
@@ -136,11 +124,8 @@ def test_every_recipe_is_in_the_table():
 
 def test_the_cap_of_a_step_is_zaremba_s_in_both_forms():
     """Rate times clipping norm: 20 * 0.25 on the mean over tokens, 1 * 5 on the sum over time."""
-    caps = [
-        composed(name).optim.lr * composed(name).train.clip_norm
-        for name in ("lstm_wikitext2", "lstm_ptb_medium")
-    ]
-    assert caps == [5.0, 5.0]
+    for config in map(composed, ("lstm_wikitext2", "lstm_ptb_medium")):
+        assert config.optim.lr * config.train.clip_norm == 5.0
 
 
 @pytest.mark.slow
@@ -151,13 +136,9 @@ def test_a_small_recipe_trains_on_real_data(
 ):
     root = request.getfixturevalue(SMALL[recipe])
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
-    built = build_run(
-        f"experiment={recipe}",
-        f"data.root={root}",
-        f"precision={precision}",
-        "train.steps=2",
-        "data.eval_size=256" if "cifar10" in recipe else "data.eval_tokens=700",
-    )
+    few = "data.eval_size=256" if "cifar10" in recipe else "data.eval_tokens=700"
+    words = [f"experiment={recipe}", f"precision={precision}", f"data.root={root}", few]
+    built = build_run(*words, "train.steps=2")
     epoch = {row[0]: row[1] for row in SCHEDULES}[recipe]
     assert built.task.steps_per_epoch == epoch
     for step in range(2):

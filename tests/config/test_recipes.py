@@ -193,12 +193,10 @@ def text(recipe):
 
 
 def test_the_table_is_complete():
-    files = option_files("experiment")
-    assert {
-        name
-        for name in files
-        if not name.startswith(("quickstart_", "minutes_", "ranks_", "paper_"))
-    } == set(RECIPES)
+    others = ("quickstart_", "minutes_", "ranks_", "paper_")
+    assert {name for name in option_files("experiment") if not name.startswith(others)} == {
+        *RECIPES
+    }
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -239,16 +237,10 @@ def test_the_file_names_source_expected_result_difference_and_margin(recipe):
     assert len(difference.split()) > 5
     # The number of the comment is the number of the file.
     config = composed(recipe).compare
-    stated = {
-        "top1": "{:g} point",
-        "cer": "{:g} point",
-        "map": "{:g} point",
-        "loss": "{:.3g}% of the loss",
-        "sliced_wasserstein": "{:.0%} of",
-    }
-    value = 100 * config.margin if config.metric == "loss" else config.margin
-    stated = stated[config.metric].format(value).replace("%", " %")
-    assert margin.startswith(stated)
+    stated = dict.fromkeys(("top1", "cer", "map"), f"{config.margin:g} point")
+    stated |= {"loss": f"{100 * config.margin:.3g} % of the loss"}
+    stated |= {"sliced_wasserstein": f"{100 * config.margin:.0f} % of"}
+    assert margin.startswith(stated[config.metric])
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

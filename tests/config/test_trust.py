@@ -16,24 +16,16 @@ from mprun.sweeps.plan import plan
 from ..helpers import refused
 
 OWN = ["model=custom", "data.factory=my.data:make", "model.factory=net:build"]
+NET = "model=custom model.factory=a:b model.task"
 
 
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("3", 3),
-        ("-2", -2),
-        ("0.5", 0.5),
-        ("1e-3", 1e-3),
-        ("true", True),
-        ("null", None),
-        ("abc", "abc"),
-        ("'3'", "3"),
-        ("a/b.txt", "a/b.txt"),
-        ("[1,2.5,x]", [1, 2.5, "x"]),
-        ("{a:1,b:[c]}", {"a": 1, "b": ["c"]}),
-    ],
-)
+# What is typed, and what it is.
+TYPED = {"3": 3, "-2": -2, "0.5": 0.5, "1e-3": 1e-3, "true": True, "null": None, "abc": "abc"}
+TYPED |= {"'3'": "3", "a/b.txt": "a/b.txt", "[1,2.5,x]": [1, 2.5, "x"]}
+TYPED |= {"{a:1,b:[c]}": {"a": 1, "b": ["c"]}}
+
+
+@pytest.mark.parametrize(("text", "value"), TYPED.items())
 @pytest.mark.parametrize("prefix", ["", "+", "++"])
 @pytest.mark.few(8)
 def test_an_option_has_the_type_it_is_typed_with(text, value, prefix):
@@ -78,16 +70,9 @@ def test_a_sweep_over_an_option_and_over_a_factory():
         ("data=custom data.factory=a:b optim.lr=abc", "optim.lr=abc"),
         ("data=custom data.factory=a:b data.options.x=1,2", "data.options.x=1,2|-m"),
         ("model=dcgan data=custom data.factory=a:b", "data.image_size=null|dcgan"),
-        ("model=custom data.factory=a:b model.factory=a:b model.task=x", "model.task=x|gan"),
-        (
-            "model=custom data.factory=a:b model.factory=a:b model.task=gan "
-            "model.label_smoothing=0.1",
-            "model.label_smoothing=0.1|gan",
-        ),
-        (
-            "model=custom data=digits_32 model.factory=a:b model.task=language_model",
-            "data.name=digits|data=docs_chars",
-        ),
+        (f"data.factory=a:b {NET}=x", "model.task=x|gan"),
+        (f"data.factory=a:b {NET}=gan model.label_smoothing=0.1", "model.label_smoothing=0.1|gan"),
+        (f"data=digits_32 {NET}=language_model", "data.name=digits|data=docs_chars"),
     ],
 )
 def test_what_cannot_be_is_one_line(command, wanted, capsys, tmp_path, monkeypatch):
@@ -118,25 +103,21 @@ def test_an_option_of_the_user_names_a_factory(tmp_path):
         config_from_record(record)
 
 
+DATA, FACTORY = "data: {factory: 'a:b'}", "factory: 'a:b'"
+
+
 @pytest.mark.parametrize(
     ("path", "text", "wanted"),
     [
-        ("data/x.yaml", "factory: 'a:b'", "data"),
-        ("data/deeper/x.yaml", "factory: 'a:b'", "data"),
-        ("model/x.yaml", "factory: 'a:b'", "model"),
+        *((path, FACTORY, "data") for path in ("data/x.yaml", "data/deeper/x.yaml")),
+        ("model/x.yaml", FACTORY, "model"),
         ("experiment/deeper/x.yaml", "model: {factory: 'a:b'}", "model"),
         # No option files, or of no group that has a factory.
-        ("x.yaml", "data: {factory: 'a:b'}", None),
-        ("data.yaml", "factory: 'a:b'", None),
-        ("data/x.yml", "factory: 'a:b'", None),
-        ("optim/x.yaml", "data: {factory: 'a:b'}", None),
-        ("run/config.yaml", "data: {factory: 'a:b'}", None),
-        ("run/data/x.yaml", "factory: 'a:b'", None),
+        *((path, DATA, None) for path in ("x.yaml", "optim/x.yaml", "run/config.yaml")),
+        *((path, FACTORY, None) for path in ("data.yaml", "data/x.yml", "run/data/x.yaml")),
         # The name belongs to another key, or to none.
-        ("data/x.yaml", "data: {factory: 'a:b'}", None),
-        ("data/x.yaml", "model: {factory: 'a:b'}", None),
-        ("experiment/x.yaml", "factory: 'a:b'", None),
-        ("data/x.yaml", "[a]", None),
+        *(("data/x.yaml", text, None) for text in (DATA, "model: {factory: 'a:b'}", "[a]")),
+        ("experiment/x.yaml", FACTORY, None),
     ],
 )
 def test_which_files_vouch_for_what(path, text, wanted, tmp_path):
@@ -206,13 +187,13 @@ def test_what_lies_outside_of_a_run():
     check_vouched(outside(odd), again)
 
 
+WHY = "mprun uses recorded code and paths"
+
+
 @pytest.mark.parametrize(
     ("named", "words"),
     [
-        (
-            {"data.root": "/d"},
-            "data.root=/d: the run's record names this path. mprun uses recorded code and paths",
-        ),
+        ({"data.root": "/d"}, f"data.root=/d: the run's record names this path. {WHY}"),
         # The name of a module of mprun, which needs no naming, is one of code alone.
         ({"data.cache": "mprun.models./../../etc"}, "data.cache=mprun.models./../../etc: the run"),
         ({"data.options.x": "/d"}, "add data.options.x=/d"),

@@ -15,7 +15,7 @@ from mprun.record.keys import config_hash
 from mprun.record.metrics import write_sample_grid
 from mprun.recording.records import EARLY_STEPS
 
-from ..helpers import TINY_AUTOENCODER, TINY_GAN, TINY_LM, record_of, rows_of, run, seal_again
+from ..helpers import TINY_GAN, TINY_LM, record_of, rows_of, run, seal_again
 
 GAN = [*TINY_GAN, "train.steps=6", "train.eval_every=2"]
 AMP = [*TINY_LM, "train.steps=4", "train.checkpoint_every=4", "precision=amp"]
@@ -68,9 +68,9 @@ def test_a_record_from_before_a_setting_gets_the_setting_when_it_is_resumed(fini
 @pytest.mark.slow
 def test_the_first_twenty_steps_are_recorded_whatever_log_every_says(tmp_path):
     few, every = tmp_path / "few", tmp_path / "every"
-    # Overflows at first, so that skipped updates lie among the first steps.
+    # Overflows at first, so that skipped updates lie among the first steps; none is evaluated,
+    # which flushes, too.
     scaled = [*TINY_LM, "precision=amp", "scaler.init_scale=16777216", "train.steps=30"]
-    scaled.append("train.eval_every=0")  # an evaluation flushes, too
     assert run(few, *scaled, "train.log_every=25") == 0
     assert run(every, *scaled, "train.log_every=1") == 0
     records, all_records = rows_of(few, "train"), rows_of(every, "train")
@@ -103,25 +103,12 @@ def test_the_first_steps_are_whole_after_a_resume_among_them(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_that_dies_before_its_first_log_line_says_where(tmp_path):
-    """Adam's eps is 0 in FP16: NaN in the second loss."""
-    directory = tmp_path / "run"
-    overrides = [*TINY_AUTOENCODER, "precision=fp16_naive", "train.steps=30"]
-    overrides.append("train.log_every=1000")
-    assert run(directory, *overrides) == 3
-    first, second = rows_of(directory, "train")
-    assert (first["step"], second["step"]) == (1, 2)
-    assert math.isfinite(first["loss"]) and not math.isfinite(second["loss"])
-    assert record_of(directory)["last_step"] == 2
-
-
-@pytest.mark.slow
 def test_a_late_death_between_two_log_lines_has_a_record(tmp_path):
     """Weight decay beyond stability: weights grow by a factor of 4 a step, until FP32 ends."""
     overrides = ["optim=sgd_plain", "optim.lr=1", "optim.weight_decay=5", "train.clip_norm=null"]
     rare, often = tmp_path / "rare", tmp_path / "often"
     for directory, every in ((rare, 1000), (often, 1)):
-        steps = ["train.steps=99", f"train.log_every={every}", "train.eval_every=0"]
+        steps = ["train.steps=99", f"train.log_every={every}"]
         assert run(directory, *TINY_LM, *overrides, *steps) == 3
     # When depends on the processor. A kernel that rounds a product of two such weights before it
     # adds ends near 4^32, one that does not near 4^64, which is 2^128.

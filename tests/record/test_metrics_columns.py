@@ -16,38 +16,26 @@ from mprun.assembly import build
 from mprun.config.compose import compose_config
 from mprun.errors import Damaged
 from mprun.record import metrics_columns
-from mprun.record.metrics import MetricsFile, read_metrics
+from mprun.record.metrics import read_metrics
 from mprun.record.metrics_columns import _columns, _parsed, complete_lines, read_columns
 from mprun.training.loop import Loop
 from mprun.training.signals import Interruption
 
 from ..helpers import TINY_LM, raises_line
+from .test_metrics import write
 
 
-def write(path, records):
-    file = MetricsFile(path)
-    for record in records:
-        file.write(record)
-    file.close()
+def head(split, step, skipped):
+    counts = {"updates": step - skipped, "skipped": skipped, "epoch": step / 8}
+    return {"split": split, "step": step} | counts
 
 
 def train(step, skipped=0, loss=1.0, scale=1.0, **extra):
-    return {
-        "split": "train",
-        "step": step,
-        "updates": step - skipped,
-        "skipped": skipped,
-        "epoch": step / 8,
-        "loss": loss,
-        "loss_scale": scale,
-        "lr": 0.1,
-        **extra,
-    }
+    return head("train", step, skipped) | {"loss": loss, "loss_scale": scale, "lr": 0.1} | extra
 
 
 def evaluation(step, skipped=0, **metrics):
-    head = {"split": "eval", "step": step, "updates": step - skipped, "skipped": skipped}
-    return head | {"epoch": step / 8, **metrics, "seconds": 0.25}
+    return head("eval", step, skipped) | metrics | {"seconds": 0.25}
 
 
 def assert_equal(a, b):
@@ -103,10 +91,8 @@ def files(draw):
         if draw(st.sampled_from([True, True, True, False])):
             records.append(record)
         if draw(st.sampled_from([True, False, False])):
-            metrics = draw(
-                st.dictionaries(st.sampled_from(["loss", "top1", "loss_scale"]), numbers)
-            )
-            records.append(evaluation(step, skipped, **metrics))
+            names = st.sampled_from(["loss", "top1", "loss_scale"])
+            records.append(evaluation(step, skipped, **draw(st.dictionaries(names, numbers))))
     return records
 
 
@@ -190,12 +176,8 @@ def test_what_the_columns_hold(tmp_path):
     assert columns.longest_skip_streak == 3
     assert columns.scale_range == (1.0, 131072.0)
     assert columns.nonfinite_step is None  # step 32 was skipped
-    assert {k: v.tolist() for k, v in columns.evals.items()} == {
-        "step": [30, 60],
-        "updates": [30, 56],
-        "loss": [3.0, 2.0],
-        "top1": [50.0, 75.0],
-    }
+    evals = {"step": [30, 60], "updates": [30, 56], "loss": [3.0, 2.0], "top1": [50.0, 75.0]}
+    assert {k: v.tolist() for k, v in columns.evals.items()} == evals
     assert list(columns.train) == ["step", "updates", "skipped", "loss", "loss_scale"]
     trained = [record for record in records if record["split"] == "train"]
     for name, column in columns.train.items():

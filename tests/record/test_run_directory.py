@@ -15,16 +15,8 @@ from mprun.record.run_directory import write_json, write_text
 
 from ..helpers import LM, TINY_GAN, TINY_LM, numbers_of, record_of, refused, rows_of, run
 
-SCALED = [
-    *LM,
-    "train.steps=6",
-    "train.log_every=2",
-    "precision=fp16_master_scaled",
-    "scaler.init_scale=16777216",
-    "optim=sgd",
-    "train.eval_every=3",
-    "train.checkpoint_every=3",
-]
+SCALED = [*LM, "precision=fp16_master_scaled", "scaler.init_scale=16777216", "optim=sgd"]
+SCALED += ["train.steps=6", "train.log_every=2", "train.eval_every=3", "train.checkpoint_every=3"]
 
 
 @pytest.fixture(scope="module")

@@ -95,9 +95,8 @@ def test_tensorboard_opens_with_every_point_and_no_smoothing(script, tmp_path, m
         # As an installed mprun announces it.
         announcing = tmp_path / "mprun_plugin-0.dist-info"
         announcing.mkdir()
-        (announcing / "METADATA").write_text(
-            "Metadata-Version: 2.1\nName: mprun_plugin\nVersion: 0\n"
-        )
+        about = "Metadata-Version: 2.1\nName: mprun_plugin\nVersion: 0\n"
+        (announcing / "METADATA").write_text(about)
         own = f"[tensorboard_plugins]\nmprun = {announced('tensorboard_plugins')['mprun']}\n"
         (announcing / "entry_points.txt").write_text(own)
         monkeypatch.setenv("PYTHONPATH", f"{os.environ.get('PYTHONPATH', '')}:{tmp_path}")

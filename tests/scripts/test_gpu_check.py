@@ -56,13 +56,9 @@ def variables(**more):
 
 def gpu_check(*arguments, timeout=300, **environment):
     """The finished process of the script with these variables."""
-    return subprocess.run(
-        [sys.executable, SCRIPT, *map(str, arguments)],
-        env=variables(**environment),
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-    )
+    command = [sys.executable, SCRIPT, *map(str, arguments)]
+    how = {"capture_output": True, "text": True, "timeout": timeout}
+    return subprocess.run(command, env=variables(**environment), **how)
 
 
 def alive(pid):
@@ -90,9 +86,7 @@ def test_a_program_that_ends_by_itself(run_python):
 
 @pytest.mark.slow
 def test_an_overrun_is_interrupted_first_so_that_it_can_write(run_python):
-    code = (
-        "import time\ntry:\n    time.sleep(600)\nexcept KeyboardInterrupt:\n    print('written')\n"
-    )
+    code = "import time\ntry: time.sleep(600)\nexcept KeyboardInterrupt: print('written')\n"
     ended, out, _ = run_python(code, limit=2.0)
     assert ended.code is None and out == "written\n"
     assert ended.seconds < 60
@@ -346,6 +340,9 @@ def test_processes_of_tests_write_one_log_and_one_that_dies_leaves_the_others(mo
     assert [name.rpartition("::")[2] for name in record["not ended"]] == ["test_gone"]
 
 
+SUMMARY = {"device": "cpu", "status": "done", "seconds": 1.0, "limit_s": 9.0, "parts": {}}
+
+
 def test_what_is_left_keeps_the_limits_of_size_number_and_names(module, tmp_path, monkeypatch):
     report = module("gpu_check_report")
     monkeypatch.setattr(report, "MAX_FILE", 100_000)
@@ -371,9 +368,8 @@ def test_what_is_left_keeps_the_limits_of_size_number_and_names(module, tmp_path
     names = archived(out)
     assert "small.json" in names and "weights.pt" not in names
     step = ended_step(module, tmp_path, 0) | {"record": "r" * 90_000}
-    summary = {"device": "cpu", "status": "done", "seconds": 1.0, "limit_s": 9.0}
-    summary["parts"] = {name: {"steps": [step]} for name in ("one", "two")}
-    report.write_summary(summary, out)
+    parts = {name: {"steps": [step]} for name in ("one", "two")}
+    report.write_summary(SUMMARY | {"parts": parts}, out)
     assert json.loads((out / "gpu_check.json").read_text())["parts"]["one"]["steps"]
     (out / report.UNFINISHED).write_text("a kill came just then")
     assert_within_limits(out, largest=100_000)
@@ -390,9 +386,7 @@ def test_a_summary_says_where_the_runtime_is_a_fake(module, tmp_path):
     assert (found("NVIDIA H200"), found()) == ("NVIDIA H200", "cpu")
     assert report.device_of({"parts": {}}, "cuda") == "cuda"  # not known yet
     for name in ("NVIDIA H200 (shim)", "Fake H200"):
-        summary = {"device": found(name), "status": "done", "seconds": 1.0, "limit_s": 9.0}
-        summary |= {"parts": {}}
-        report.write_summary(summary, tmp_path)
+        report.write_summary(SUMMARY | {"device": found(name)}, tmp_path)
         lines = (tmp_path / "gpu_check.md").read_text().splitlines()
         assert lines[0] == "# gpu_check on no GPU: a fake CUDA runtime, host side only: done"
         assert lines[2].startswith("**No value and no time on this page means anything**")
@@ -404,14 +398,6 @@ def archived(out):
         names = archive.getnames()
         assert all(archive.extractfile(name).read() is not None for name in names)
     return names
-
-
-def left_by_a_kill(out):
-    """The record of a call that was killed: it says that it runs."""
-    record = json.loads((out / "gpu_check.json").read_text())
-    assert record["status"] == "running"
-    assert_within_limits(out)
-    return record
 
 
 def assert_within_limits(out, largest=16 * 2**20):
@@ -465,10 +451,11 @@ def test_a_kill_leaves_what_was_done_and_nothing_running(tmp_path, moment):
         if moment != "after a part":
             assert waited_for(lambda: (out / "gpu_check.md").exists() and pid_in(out))
         process.kill()
-    record, names = left_by_a_kill(out), archived(out)
-    ended = {
-        name: [step["status"] for step in part["steps"]] for name, part in record["parts"].items()
-    }
+    record, names = json.loads((out / "gpu_check.json").read_text()), archived(out)
+    assert record["status"] == "running"
+    assert_within_limits(out)
+    parts = record["parts"].items()
+    ended = {name: [step["status"] for step in part["steps"]] for name, part in parts}
     if moment == "before a step ended":
         assert ended == {"environment": ["running"]}
     else:
@@ -503,17 +490,13 @@ def test_a_part_begins_only_with_its_least_time_and_its_steps_share_it(
     parts, processes = module("gpu_check_parts"), module("gpu_check_processes")
     limits = []
 
-    class Ended(SimpleNamespace):
-        def __init__(self, step, limit, folder, environment):
-            limits.append((step.name, round(limit)))
-            super().__init__(step=step, limit=limit, out=folder / "o", err=folder / "e")
-            self.ended, self.code, self.seconds = True, 0, 1.0
-
-        def check(self):
-            pass
+    def ended(step, limit, folder, environment):
+        limits.append((step.name, round(limit)))
+        own = {"step": step, "limit": limit, "out": folder / "o", "err": folder / "e"}
+        return SimpleNamespace(**own, ended=True, code=0, seconds=1.0, check=lambda: None)
 
     spaces = script["_run_part"].__globals__
-    monkeypatch.setitem(spaces, "Running", Ended)
+    monkeypatch.setitem(spaces, "Running", ended)
     monkeypatch.setitem(spaces, "wait_for", lambda running, look: look())
     command = processes.Step("a", ["none"], most=20), processes.Step("b", ["none"])
     chosen = {"environment": parts.Part(60, lambda *_: [*command], together=True)}
@@ -529,15 +512,10 @@ def test_a_part_begins_only_with_its_least_time_and_its_steps_share_it(
     assert "| gpt | | not begun, no time was left |" in text and "- torch: 2." in text
 
 
-WHEEL = {
-    "only_in_a_wheel.py": "found = 7\n",
-    "only_in_a_wheel-1.dist-info/METADATA": (
-        "Metadata-Version: 2.1\nName: only-in-a-wheel\nVersion: 1\n"
-    ),
-    "only_in_a_wheel-1.dist-info/WHEEL": (
-        "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-    ),
-    "only_in_a_wheel-1.dist-info/RECORD": "",
+ABOUT = {
+    "METADATA": "Metadata-Version: 2.1\nName: only-in-a-wheel\nVersion: 1\n",
+    "WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    "RECORD": "",
 }
 
 
@@ -548,8 +526,9 @@ def test_wheels_are_there_for_every_step_and_nowhere_else(module, tmp_path, monk
     assert not wheels.install_wheels(tmp_path, str(tmp_path))
     assert "no wheels there" in capfd.readouterr().err
     with zipfile.ZipFile(tmp_path / "only_in_a_wheel-1-py3-none-any.whl", "w") as made:
-        for name, content in WHEEL.items():
-            made.writestr(name, content)
+        made.writestr("only_in_a_wheel.py", "found = 7\n")
+        for name, content in ABOUT.items():
+            made.writestr(f"only_in_a_wheel-1.dist-info/{name}", content)
     assert wheels.install_wheels(tmp_path, str(tmp_path / "temporary"))
     command = [sys.executable, "-c", "import only_in_a_wheel as w; print(w.found, w.__file__)"]
     found = subprocess.run(command, capture_output=True, text=True, check=True).stdout
@@ -560,7 +539,7 @@ def test_wheels_are_there_for_every_step_and_nowhere_else(module, tmp_path, monk
 @pytest.mark.parametrize("grain", ["gpu_check.json", "gpu_check.md", "records.tar.gz"])
 def test_a_kill_while_a_file_is_written_leaves_the_one_before(module, tmp_path, monkeypatch, grain):
     report = module("gpu_check_report")
-    summary = {"device": "cpu", "status": "running", "seconds": 1.0, "limit_s": 9.0, "parts": {}}
+    summary = SUMMARY | {"status": "running"}
     work, out = tmp_path / "work", tmp_path / "out"
     work.mkdir(), out.mkdir()
 
@@ -633,11 +612,8 @@ def test_a_dry_run_of_every_part_with_one_that_fails(module, tmp_path):
     """Real code at its smallest size; the folder of real data is empty, so that part fails."""
     (tmp_path / "empty").mkdir()
     out = tmp_path / "out"
-    settings = {
-        "PARTS": "first,verdicts,gpt,peers,ranks",
-        "LIMIT": "2300",
-        "MPRUN_COMMIT": "abc123",
-    }
+    settings = {"PARTS": "first,verdicts,gpt,peers,ranks", "LIMIT": "2300"}
+    settings |= {"MPRUN_COMMIT": "abc123"}
     done = gpu_check(out, tmp_path / "empty", timeout=2300, **settings)
     record = json.loads((out / "gpu_check.json").read_text())
     assert done.returncode == 1, done.stdout + done.stderr
@@ -655,8 +631,7 @@ def test_a_dry_run_of_every_part_with_one_that_fails(module, tmp_path):
     assert text.startswith("# gpu_check on cpu: a part failed or overran\n")
     assert "- commit: abc123\n" in text
     assert "| quickstart_underflow" in text.replace("| results | ", "| ")
-    for heading in record["parts"]:
-        assert f"\n## {heading}\n" in text
+    assert all(f"\n## {heading}\n" in text for heading in record["parts"])
     assert "float16: emulation on the CPU against native" in text
     left = {path.name for path in out.iterdir()}
     assert {"gpu_check.md", "gpu_check.json", "records.tar.gz"} < left

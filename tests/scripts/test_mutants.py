@@ -41,14 +41,10 @@ def checkout(tmp_path):
         (root / "mprun" / "one.py").write_text("def add(a, b):\n    return a + b\n")
         test = "from mprun.one import add\n\n\ndef test_add():\n    assert add(2, 1) == 3\n"
         (root / "tests" / "test_one.py").write_text(test)
-        return subprocess.Popen(
-            [sys.executable, root / "scripts" / "mutants.py", *words],
-            env=os.environ
-            | {"TMPDIR": str(tmp_path / "tmp"), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        command = [sys.executable, root / "scripts" / "mutants.py", *words]
+        own = {"TMPDIR": str(tmp_path / "tmp"), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+        pipes = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)
+        return subprocess.Popen(command, env=os.environ | own, text=True, **pipes)
 
     return start
 

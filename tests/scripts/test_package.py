@@ -54,9 +54,8 @@ def test_the_wheel_holds_the_package_and_its_options(built):
     with zipfile.ZipFile(wheel) as opened:
         found = {name for name in opened.namelist() if ".dist-info/" not in name}
         about = f"mprun-{__version__}.dist-info/"
-        entries, metadata = (
-            opened.read(about + name).decode() for name in ("entry_points.txt", "METADATA")
-        )
+        both = (about + "entry_points.txt", about + "METADATA")
+        entries, metadata = (opened.read(name).decode() for name in both)
     assert found == below("mprun") | {f"mprun/{name}" for name in below("conf")}
     scripts = ConfigParser()
     scripts.read_string(entries)
