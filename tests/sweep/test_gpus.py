@@ -58,10 +58,8 @@ def test_without_the_variable_the_driver_counts(count, nvml, driver):
         (" 0, 2 ", ["0", "2"]),
         ("GPU-8932f937,MIG-4e2b", ["GPU-8932f937", "MIG-4e2b"]),
         ("MIG-GPU-8932f937/1/0", ["MIG-GPU-8932f937/1/0"]),
-        ("", []),
-        ("-1", []),
         ("0,-1,1", ["0"]),
-        ("NoDevFiles", []),
+        *((none, []) for none in ("", "-1", "NoDevFiles")),
     ],
 )
 def test_the_variable_counts_as_cuda_reads_it(listed, names, driver, monkeypatch):
@@ -105,9 +103,8 @@ def test_how_many_fit_at_once():
     assert Gpus("0123").at_once(mixed) == 3
     words = "4 runs of devices=1 or 2 runs of devices=2 or 1 run of devices=3"
     assert Gpus("0123").in_words(mixed) == f"4 GPUs hold {words} at a time"
-    assert (
-        Gpus("0").in_words([cell_of("a", "auto")]) == "1 GPU holds 1 run of devices=auto at a time"
-    )
+    alone = Gpus("0").in_words([cell_of("a", "auto")])
+    assert alone == "1 GPU holds 1 run of devices=auto at a time"
 
 
 class Run:

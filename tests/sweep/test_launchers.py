@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 import threading
-from importlib.metadata import PackageNotFoundError, distribution
+from importlib.metadata import distributions
 from pathlib import Path
 
 import pytest
@@ -21,11 +21,7 @@ LENGTH = ["train.steps=800", "train.checkpoint_every=100"]
 
 
 def missing(package: str) -> bool:
-    try:
-        distribution(package)
-        return False
-    except PackageNotFoundError:
-        return True
+    return not [*distributions(name=package)]
 
 
 with_joblib = pytest.mark.skipif(missing("hydra-joblib-launcher"), reason="needs mprun[joblib]")
@@ -131,7 +127,7 @@ def test_options_that_do_not_go_together(capsys, tmp_path):
         (["--stall-after", "5"], "--stall-after 5: only a sweep (-m)"),
         (
             ["-m", "seed=0,1", "--stall-after", "-5"],
-            "--stall-after -5: must be a number of seconds >= 0",
+            "--stall-after -5: must be a number of seconds",
         ),
         (
             ["-m", "seed=0,1", "--stall-after=x"],

@@ -1,6 +1,7 @@
 """The table of a sweep against records written by hand."""
 
 from collections import Counter
+from itertools import product
 
 from mprun.config.compose import compose_config
 from mprun.sweeps.jobs import Cell
@@ -8,21 +9,14 @@ from mprun.sweeps.mode_table import table, without_record
 
 
 def run(mode, seed, loss, **more):
-    return {
-        "status": "done",
-        "seed": seed,
-        "sample": "token",
-        "overrides": [f"precision={mode}", f"seed={seed}"],
-        "precision": {"mode": mode, "scaler": "none"},
-        "last_step": 10,
-        "skipped": 0,
-        "final": {"loss": loss},
-        "throughput": {"samples_per_s": 1000.0 * (seed + 1)},
-        "memory": {"peak_bytes": 3 * 2**20, "measure": "test", "activation_bytes": 2**20},
-    } | more
+    memory = {"peak_bytes": 3 * 2**20, "measure": "test", "activation_bytes": 2**20}
+    record = {"status": "done", "seed": seed, "sample": "token", "memory": memory}
+    record |= {"overrides": [f"precision={mode}", f"seed={seed}"], "final": {"loss": loss}}
+    record |= {"precision": {"mode": mode, "scaler": "none"}, "last_step": 10, "skipped": 0}
+    return record | {"throughput": {"samples_per_s": 1000.0 * (seed + 1)}} | more
 
 
-def rows(runs, swept=()) -> dict[str, dict[str, str]]:
+def rows(*runs, swept=()) -> dict[str, dict[str, str]]:
     """Mode -> column -> cell."""
     lines = [line for line in table(runs, swept).splitlines() if line.startswith("| ")]
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
@@ -32,7 +26,7 @@ def rows(runs, swept=()) -> dict[str, dict[str, str]]:
 def test_values_worked_by_hand():
     amp = {"precision": {"mode": "amp", "scaler": "dynamic"}}
     runs = [run("amp", 0, 2.2, skipped=3, **amp), run("amp", 1, 3.0, skipped=4, **amp)]
-    found = rows([*runs, run("fp32", 0, 2.0), run("fp32", 1, 4.0)])
+    found = rows(*runs, run("fp32", 0, 2.0), run("fp32", 1, 4.0))
     assert list(found) == ["fp32", "amp"]  # the baseline first, whatever the order of the runs
     assert found["fp32"]["vs FP32"] == "baseline"
     assert (found["fp32"]["loss, seed 0"], found["fp32"]["loss, seed 1"]) == ("2.0000", "4.0000")
@@ -50,13 +44,12 @@ def test_speed_that_emulation_made_is_marked_and_left_out_where_every_mode_is_em
         return run("amp", 0, 2.2, precision={"mode": "amp", "scaler": "none", "half_products": how})
 
     base, emulated, native = run("fp32", 0, 2.0), amp("emulated-fp16"), amp("native-fp16")
-    assert rows([base, native])["amp"]["tokens/s"] == "1,000"
+    assert rows(base, native)["amp"]["tokens/s"] == "1,000"
     bf16 = run("bf16_naive", 0, 2.0)
     bf16["precision"]["half_products"] = "native-bf16"
-    both = rows([base, emulated, bf16])
-    assert [both[mode]["tokens/s"] for mode in ("amp", "bf16_naive")] == [
-        *("1,000 (emulated)", "1,000")
-    ]
+    both = rows(base, emulated, bf16)
+    assert both["amp"]["tokens/s"] == "1,000 (emulated)"
+    assert both["bf16_naive"]["tokens/s"] == "1,000"
     assert both["amp"]["peak MiB"] == "3 (emulated)" and both["amp"]["act. MiB"] == "1.0"
     # A cell that never started says nothing of how it would have computed.
     text = table([base, emulated, run("fp16_naive", 0, 2.0)])
@@ -65,20 +58,16 @@ def test_speed_that_emulation_made_is_marked_and_left_out_where_every_mode_is_em
 
 
 def test_zero_has_no_sign_and_equal_losses_are_said_to_be_identical():
-    found = rows([run("fp32", 0, 2.0), run("amp", 0, 2.0), run("tf32", 0, 2.0 - 1e-9)])
+    found = rows(run("fp32", 0, 2.0), run("amp", 0, 2.0), run("tf32", 0, 2.0 - 1e-9))
     assert (found["amp"]["vs FP32"], found["tf32"]["vs FP32"]) == ("0 (identical)", "0.00 %")
 
 
 def test_a_diverged_run_shows_its_step_and_no_number():
     found = rows(
-        [
-            run("fp32", 0, 2.0),
-            run("fp32", 1, 2.0),
-            run("fp16_naive", 0, "nan", status="diverged", last_step=4),
-            run("fp16_naive", 1, "inf", status="diverged", last_step=9),
-            run("fp16_master", 0, 2.0),
-            run("fp16_master", 1, 0, final={}, status="failed"),
-        ]
+        *(run(mode, seed, 2.0) for mode, seed in (("fp32", 0), ("fp32", 1), ("fp16_master", 0))),
+        run("fp16_naive", 0, "nan", status="diverged", last_step=4),
+        run("fp16_naive", 1, "inf", status="diverged", last_step=9),
+        run("fp16_master", 1, 0, final={}, status="failed"),
     )
     naive = found["fp16_naive"]
     assert (naive["loss, seed 0"], naive["loss, seed 1"]) == ("nan", "inf")
@@ -89,15 +78,9 @@ def test_a_diverged_run_shows_its_step_and_no_number():
 def test_only_final_evaluations_are_shown_and_missing_seeds_are_counted():
     # The loss of a checkpoint's evaluation, with which a stopped run is recorded, is not its last.
     stopped = {"final": {"loss": 5.35}, "status": "preempted"}
-    found = rows(
-        [
-            *(run("fp32", seed, 2.0 * (seed + 1)) for seed in (0, 1)),
-            run("amp", 0, 3.0),
-            run("amp", 1, 0, **stopped),
-            run("bf16_master", 0, 0, **stopped),
-            run("bf16_master", 1, 0, **stopped),
-        ]
-    )
+    ended = [run("fp32", 0, 2.0), run("fp32", 1, 4.0), run("amp", 0, 3.0)]
+    others = (("amp", 1), ("bf16_master", 0), ("bf16_master", 1))
+    found = rows(*ended, *(run(mode, seed, 0, **stopped) for mode, seed in others))
     assert found["fp32"]["mean"] == "3.0000" and found["amp"]["loss, seed 1"] == ""
     assert found["amp"]["mean"] == "3.0000 (1 of 2 seeds)"
     assert found["amp"]["vs FP32"] == "+50.00 % (seed 0)"
@@ -107,7 +90,7 @@ def test_only_final_evaluations_are_shown_and_missing_seeds_are_counted():
 
 
 def test_without_a_baseline_there_is_no_difference():
-    found = rows([run("amp", 0, 2.0), run("bf16_master", 0, 2.0)])
+    found = rows(run("amp", 0, 2.0), run("bf16_master", 0, 2.0))
     assert {row["vs FP32"] for row in found.values()} == {"no baseline loss"}
 
 
@@ -116,11 +99,9 @@ def test_the_baseline_is_the_mode_that_the_configuration_names():
     static = {"precision": {"mode": "amp_bf16", "scaler": "static", "usual_scaler": "none"}}
     usual = {"precision": {"mode": "amp_bf16", "scaler": "none", "usual_scaler": "none"}}
     found = rows(
-        [
-            run("fp32", 0, 2.2, **config),
-            run("amp_bf16", 0, 1.0, **config, **static),
-            run("amp_bf16", 0, 2.0, **config, **usual),
-        ]
+        run("fp32", 0, 2.2, **config),
+        run("amp_bf16", 0, 1.0, **config, **static),
+        run("amp_bf16", 0, 2.0, **config, **usual),
     )
     assert list(found) == ["amp_bf16 (none)", "fp32", "amp_bf16 (static)"]
     told = [row["vs amp_bf16"] for row in found.values()]
@@ -129,7 +110,7 @@ def test_the_baseline_is_the_mode_that_the_configuration_names():
 
 def test_only_seeds_that_both_have_are_compared():
     base = [run("fp32", 0, 2.0), run("fp32", 1, 8.0)]
-    found = rows([*base, run("amp", 1, 4.0), run("amp", 2, 1.0)])
+    found = rows(*base, run("amp", 1, 4.0), run("amp", 2, 1.0))
     assert found["amp"]["vs FP32"] == "-50.00 % (seed 1)"
     assert found["amp"]["loss, seed 0"] == "" and found["amp"]["mean"] == "2.5000 (2 of 3 seeds)"
 
@@ -140,7 +121,7 @@ def test_several_scalers_of_one_mode_are_rows_of_their_own():
         precision = {"mode": "amp", "scaler": scaler}
         overrides = ["precision=amp", f"scaler={scaler}", "seed=0"]
         runs.append(run("amp", 0, loss, precision=precision, overrides=overrides))
-    found = rows(runs)
+    found = rows(*runs)
     assert list(found) == ["fp32", "amp (dynamic)", "amp (static)"]
     assert found["amp (static)"]["vs FP32"] == "+50.00 %"
 
@@ -150,7 +131,7 @@ def test_what_else_is_swept_separates_groups_with_baselines_of_their_own():
     for lr, base, other in (("0.1", 2.0, 3.0), ("0.2", 4.0, 4.0)):
         for mode, loss in (("fp32", base), ("amp", other)):
             runs.append(run(mode, 0, loss, overrides=[f"precision={mode}", f"optim.lr={lr}"]))
-    found = rows(runs)
+    found = rows(*runs)
     assert found["amp optim.lr=0.1"]["vs FP32"] == "+50.00 %"
     assert found["amp optim.lr=0.2"]["vs FP32"] == "0 (identical)"
 
@@ -163,7 +144,7 @@ def test_values_of_a_mode_separate_rows_but_not_from_their_baseline():
         run("fp32", 0, 2.0, overrides=["precision=fp32", f"{key}=null"]),
         run("mxfp8", 0, 2.2, overrides=["precision=mxfp8", f"{key}=dynamic8"], **narrow),
     ]
-    found = rows(runs, swept=[key])
+    found = rows(*runs, swept=[key])
     assert found[f"fp32 {key}=null"]["vs FP32"] == "baseline"
     assert found["mxfp8+update.state_dtype=dynamic8"]["vs FP32"] == "+10.00 %"
 
@@ -200,16 +181,13 @@ def test_every_way_to_end_is_said_in_words(tmp_path):
 
 def test_incidental_keys_separate_where_they_are_swept():
     runs = [
-        run(mode, 0, loss, overrides=["model=x", f"precision={mode}", device])
-        for mode, loss in (("fp32", 2.0), ("amp", 3.0))
-        for device in ("device=cpu", "device=cuda")
+        run(mode, 0, 2.0, overrides=["model=x", f"precision={mode}", f"device={device}"])
+        for mode, device in product(("fp32", "amp"), ("cpu", "cuda"))
     ]
-
-    assert list(rows(runs)) == ["fp32", "amp"]
+    assert list(rows(*runs)) == ["fp32", "amp"]
     # What all rows have in common is not repeated in each of them.
-    devices = ("cpu", "cuda")
-    expected = [f"{mode} device={device}" for device in devices for mode in ("fp32", "amp")]
-    assert list(rows(runs, ["device"])) == expected
+    expected = [f"{mode} device={device}" for device in ("cpu", "cuda") for mode in ("fp32", "amp")]
+    assert list(rows(*runs, swept=["device"])) == expected
 
 
 def test_no_run():

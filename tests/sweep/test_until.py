@@ -1,5 +1,6 @@
 """`mprun -m ... until=decided`: which runs a sweep makes, what it refuses, stops and launchers."""
 
+import re
 import signal
 
 import pytest
@@ -15,7 +16,7 @@ from ..helpers import LM, record_of, refused
 from .test_launchers import each_launcher
 
 MODES = "precision=fp32,fp16_naive,amp"
-UNTIL = ["until=decided", "max_seeds=5"]
+UNTIL, BASE = ["until=decided", "max_seeds=5"], "compare.baseline=amp_bf16"
 # Three modes whose FP32 learns. At 0.03 % one of them is open after the first look.
 REAL = [*LM, "train.steps=60", "optim.lr=1", "precision=fp32,bf16_naive,amp"]
 
@@ -40,10 +41,7 @@ REAL = [*LM, "train.steps=60", "optim.lr=1", "precision=fp32,bf16_naive,amp"]
             ["-m", "precision=amp,bf16_naive", *UNTIL],
             "no run of the baseline; add fp32 to precision=",
         ),
-        (
-            ["-m", MODES, "compare.baseline=amp_bf16", *UNTIL],
-            "add amp_bf16 to precision= (compare.baseline=amp_bf16)",
-        ),
+        (["-m", MODES, BASE, *UNTIL], f"add amp_bf16 to precision= ({BASE})"),
         (["-m", MODES, *UNTIL, "seed=9223372036854775805"], "seed=9223372036854775808: must be"),
         (["compare.plan=[0,3,2]"], "compare.plan=[0, 3, 2]: must be [first seed, seeds of the fi"),
     ],
@@ -51,6 +49,10 @@ REAL = [*LM, "train.steps=60", "optim.lr=1", "precision=fp32,bf16_naive,amp"]
 def test_bad_input_is_one_line_and_writes_nothing(words, says, tmp_path, capsys):
     assert says in refused(capsys, *words)
     assert not list(tmp_path.iterdir())
+
+
+def places(sweep) -> set:
+    return {(cell.directory, cell.config_hash) for cell in sweep.cells}
 
 
 @pytest.mark.slow
@@ -63,9 +65,7 @@ def test_the_plan_has_every_seed_and_stands_in_the_configuration():
         assert cell.any_plan == (cell.mode == "fp32")  # a baseline's run may be an earlier one
     # The same directories and hashes as those of a sweep that names its seeds.
     plain = plan([*LM, MODES, "seed=4,5,6,7,8"], None)
-    assert {(c.directory, c.config_hash) for c in plain.cells} == {
-        (c.directory, c.config_hash) for c in found.cells
-    }
+    assert places(plain) == places(found)
 
 
 DIFFERENCES = {"fp16_naive": (0.03, -0.03, 0.02, -0.02, 0.0), "amp": (0.001, -0.001, 0.0, 0.0, 0.0)}
@@ -102,20 +102,15 @@ def test_the_rounds_of_a_sweep_and_the_same_again(capsys):
     assert [len(one) for one in first] == [9, 2, 2]
     assert first[1:] == [["fp32_s3", "fp16_naive_s3"], ["fp32_s4", "fp16_naive_s4"]]
     printed = capsys.readouterr()
-    said = [
-        "fp16_naive: undecided after 5",
-        "amp: matches after 3 of at most 5 seeds (planned looks, 5 % over all)",
-    ]
-    assert printed.out.splitlines() == said
+    matches = "amp: matches after 3 of at most 5 seeds (planned looks, 5 % over all)"
+    assert printed.out.splitlines() == ["fp16_naive: undecided after 5", matches]
     assert "fp16_naive: open, look at 3 of at most 5 seeds" in printed.err
     assert rounds_of(found) == first  # what has ended already is asked for again, and not run
     again = capsys.readouterr()
     assert again.out == printed.out and not again.err
     # A comparison of all runs of the folder says the same.
-    verdicts = {
-        one["label"]: one["verdict"]["name"]
-        for one in compared(capsys, "outputs")["groups"][0]["modes"]
-    }
+    [group] = compared(capsys, "outputs")["groups"]
+    verdicts = {one["label"]: one["verdict"]["name"] for one in group["modes"]}
     assert verdicts == {"amp": "matches", "fp16_naive": "inconclusive"}
 
 
@@ -127,10 +122,8 @@ def test_a_seed_that_looks_went_on_without_stays_missing(capsys):
     out = capsys.readouterr().out
     assert "fp16_naive: undecided after 3; no outcome of seed 1" in out  # pairs 0, 2 and 4
     again = rounds_of(found)
-    assert [name for one in first for name in one if name not in sum(again, [])] == [
-        "fp16_naive_s1",
-        "fp32_s3",
-    ]
+    left = [name for one in first for name in one if name not in sum(again, [])]
+    assert left == ["fp16_naive_s1", "fp32_s3"]
     printed = capsys.readouterr()
     assert printed.out == out
     assert "fp16_naive: seed 1 stays missing, looks were taken without it" in printed.err
@@ -191,11 +184,9 @@ def test_a_sweep_that_is_stopped_and_continued_is_the_one_that_was_not(
     assert sweep.wait() == 130
     assert start_sweep(words, stopped).wait() == 0
     assert outcomes(stopped) == found
-    words_of = [
-        [line for line in (one / name).read_text().splitlines() if " seeds (planned" in line]
-        for one, name in ((whole, "out0"), (stopped, "out2"))
-    ]
-    assert words_of[0] == words_of[1] and words_of[0]
+    printed = ((whole / "out0").read_text(), (stopped / "out2").read_text())
+    told = [re.findall(".* seeds .planned.*", text) for text in printed]
+    assert told[0] == told[1] and told[0]
     # Once more: no run is made again.
     assert start_sweep(words, stopped).wait() == 0
     assert "starts" not in (stopped / "err3").read_text()
