@@ -133,11 +133,9 @@ def test_a_resume_tells_that_linear_layers_multiply_otherwise(tmp_path, monkeypa
         assert main([f"resume={tmp_path / 'run'}", f"train.steps={steps}"]) == 0
         said.append([line for line in capsys.readouterr().err.splitlines() if "linear" in line])
         monkeypatch.setattr(environment, "how_multiplied", lambda *given: "codes, by the GPU")
-    assert said[0] == []
-    assert said[1] == [
-        "mprun: linear layers multiply codes, by the GPU from here on; before: decoded numbers, "
-        "in FP32 (on a CPU)"
-    ]
+    before = "before: decoded numbers, in FP32 (on a CPU)"
+    told = f"mprun: linear layers multiply codes, by the GPU from here on; {before}"
+    assert said == [[], [told]]
 
 
 COMBINED = {

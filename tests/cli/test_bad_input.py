@@ -109,14 +109,16 @@ model=lstm_lm data=digits_32
 model=resnet50 data=image_folder data.root=. data.resize_to=223
     data.resize_to=223: must be >= data.image_size (224)
 """.splitlines()
+OPTIONS = {"model=resnet5": "resnet50", "precision=fp16_nave": "fp16_naive", "optim=adm": "adam"}
+OPTIONS |= {"scaler=dynamik": "dynamic", "data=digit_32": "digits_32", "train=shrt": "short"}
+KEYS = {"seeed": "seed", "lr": "optim.lr", "batch_size": "data.batch_size"}
+KEYS["train.step"] = "train.steps"
+UNKNOWN = "+optim.foo=1 ++foo.bar=1 +model._target_=os.system +seed=1 model@data=resnet50 ~optim"
+UNKNOWN += " ~optim.lr"
 CASES = [  # the same, where both fit in a line
     *zip(LONG[::2], map(str.strip, LONG[1::2]), strict=True),
     # unknown option of a group
-    ("model=resnet5", "model=resnet5|did you mean 'resnet50'"),
-    ("precision=fp16_nave", "precision=fp16_nave|did you mean 'fp16_naive'"),
-    ("scaler=dynamik", "scaler=dynamik|did you mean 'dynamic'"),
-    ("optim=adm", "optim=adm|did you mean 'adam'"),
-    ("data=digit_32", "data=digit_32|did you mean 'digits_32'"),
+    *((word, f"{word}|did you mean '{meant}'") for word, meant in OPTIONS.items()),
     # the words of others
     ("precision=16-mixed", "did you mean 'amp'? It must be one of amp, amp_bf16"),
     ("precision=fp16", "did you mean 'amp', 'fp16_master_scaled' or 'fp16_naive'?"),
@@ -128,7 +130,6 @@ CASES = [  # the same, where both fit in a line
     ("learning_rate=0.1", "did you mean 'optim.lr'?"),
     ("epochs=3", "did you mean 'train.epochs'?"),
     ("compare " + "a" * 5000, "File name too long: aaa"),
-    ("train=shrt", "train=shrt|did you mean 'short'"),
     ("experiment=nope", "experiment=nope"),
     ("model=", "model=|alexnet"),
     ("model=null", "model=null|alexnet"),
@@ -154,18 +155,9 @@ CASES = [  # the same, where both fit in a line
     ),
     # unknown key
     ("modle=resnet50", "modle|did you mean 'model'"),
-    ("seeed=1", "seeed|did you mean 'seed'"),
-    ("lr=3", "lr|did you mean 'optim.lr'"),
-    ("batch_size=8", "batch_size|did you mean 'data.batch_size'"),
-    ("train.step=5", "train.step|did you mean 'train.steps'"),
+    *((f"{key}=1", f"{key}|did you mean '{meant}'") for key, meant in KEYS.items()),
     ("model=resnet50 model.hidden_size=3", "model.hidden_size"),
-    ("+optim.foo=1", "optim.foo"),
-    ("++foo.bar=1", "foo.bar"),
-    ("+model._target_=os.system", "model._target_"),
-    ("+seed=1", "seed"),
-    ("model@data=resnet50", "model@data"),
-    ("~optim", "~optim"),
-    ("~optim.lr", "~optim.lr"),
+    *((word, word.lstrip("+").partition("=")[0]) for word in UNKNOWN.split()),
     # not a value to set: the option of the group sets it
     ("model.name=resnet50", "model.name|model=OPTION"),
     ("precision.name=amp", "precision.name|precision=OPTION"),
@@ -414,6 +406,7 @@ def test_bad_input_is_one_line_and_writes_nothing(command, wanted, tmp_path, mon
     assert tree(tmp_path) == before
 
 
+MODE, CHOOSES = "own/precision/mine.yaml: precision.", "# @package _global_\ndefaults:\n- override"
 NAMELESS = "does not name what to build; its defaults need /schema/"
 # What is in GROUP/mine.yaml of a --config-dir, and what the line says behind the file's name.
 OPTION_FILES = [
@@ -429,29 +422,21 @@ OPTION_FILES = [
     ("precision", "3\n", "must be a mapping from keys (text) to values"),
     ("precision", "defaults: {a: 1}\n", "defaults: must be a list of OPTION and GROUP: OPTION"),
     ("precision", "null: 1\n", "must be a mapping from keys (text) to values"),
-    (
-        "precision",
-        "norm_dtyp: fp32\n",
-        "precision.norm_dtyp: unknown key; did you mean 'norm_dtype'?",
-    ),
+    ("precision", "norm_dtyp: fp32\n", f"{MODE}norm_dtyp: unknown key; did you mean 'norm_dtype'?"),
     (
         "precision",
         "products:\n  input: e4m3\n",
-        "own/precision/mine.yaml: precision.products: unknown key; now precision.matmul",
+        f"{MODE}products: unknown key; now precision.matmul",
     ),
-    ("precision", "overrides: [1]\n", "own/precision/mine.yaml: precision.overrides: "),
+    ("precision", "overrides: [1]\n", f"{MODE}overrides: "),
     ("optim", "name: sgd\nlr: abc\n", "optim.lr: must be a number > 0 (learning rate"),
     ("train", "foo: 1\n", "train.foo: unknown key"),
     (
         "experiment",
-        "# @package _global_\ndefaults:\n- override /modl: gpt\n",
+        f"{CHOOSES} /modl: gpt\n",
         "override modl: no such group; did you mean 'model'?",
     ),
-    (
-        "experiment",
-        "# @package _global_\ndefaults:\n- override /model: gptt\n",
-        "model: gptt: did you mean 'gpt'?",
-    ),
+    ("experiment", f"{CHOOSES} /model: gptt\n", "model: gptt: did you mean 'gpt'?"),
     ("experiment", "# @package _global_\ntrain: 3\n", "train: must be a mapping (length, "),
     ("optim", "defaults: [sdg]\n", "optim: sdg: did you mean 'sgd'?"),
     ("experiment", "seed: 1\n", "begin the file with '# @package _global_'"),
@@ -479,11 +464,8 @@ def test_a_bad_option_file_is_named(group, content, says, tmp_path, monkeypatch,
 
 def test_a_broken_option_file_that_another_one_chooses_is_named(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    files = {
-        "model": "defaults: [gpt]\nlayers: [",
-        "experiment": "defaults: [override /model: mine]",
-    }
-    for group, content in files.items():
+    experiment = "defaults: [override /model: mine]"
+    for group, content in (("model", "defaults: [gpt]\nlayers: ["), ("experiment", experiment)):
         (tmp_path / group).mkdir()
         (tmp_path / group / "mine.yaml").write_text(f"# @package _global_\n{content}\n")
     says = "/model/mine.yaml: line 4: expected the node content"
@@ -519,18 +501,17 @@ WORDS = ("7", "skipped", "12,345.6789", "/data/a/path/of/a/run-s0,", "normal;", 
 def test_a_long_line_is_cut_between_words(seed):
     draw = random.Random(seed)
     given = ["mprun:", "outputs/run:", *draw.choices(WORDS, k=60)]
+    known = {word.rstrip(",;:") for word in given}
     for longest in (200, 600):
         line = _one_line(" ".join(given), longest)
         assert len(line) <= longest
         left = [word for word in line.split(" ") if word != "..."]
-        assert {word.rstrip(",;:") for word in left} <= {word.rstrip(",;:") for word in given}
+        assert {word.rstrip(",;:") for word in left} <= known
         assert left[:2] == given[:2] and left[-1] == given[-1]
     for most in (80, 120):
         cut = shortened(" ".join(given), most)
         assert len(cut) <= most and cut.endswith(" ...")
-        assert {word.rstrip(",;:") for word in cut.split(" ")[:-1]} <= {
-            word.rstrip(",;:") for word in given
-        }
+        assert {word.rstrip(",;:") for word in cut.split(" ")[:-1]} <= known
 
 
 def test_a_path_loses_its_middle_before_the_message_loses_a_word():
@@ -544,9 +525,8 @@ def test_a_path_loses_its_middle_before_the_message_loses_a_word():
     why = "this is why it cannot be read " * 5 + "and what to do"
     line = _one_line(f"mprun: {path}: {why}")
     assert len(line) <= 200 and line.endswith(" and what to do") and "deeper/run.json: this" in line
-    assert (
-        shortened("one word", 8) == "one word" and shortened("x" * 90 + " y", 60).count("x") == 57
-    )
+    assert shortened("one word", 8) == "one word"
+    assert shortened("x" * 90 + " y", 60).count("x") == 57
 
 
 @pytest.mark.parametrize("word", ["run", "train"])
@@ -573,9 +553,8 @@ def test_more_memory_than_there_is_ends_in_one_line_too(capsys, tmp_path, monkey
 
 def test_a_long_line_is_not_cut_in_a_parenthesis():
     modes = ", ".join(f"fp16_master+blocks.{number}=fp32" for number in range(5))
-    line = _one_line(
-        f"mprun: gpt: {modes} (5 runs, e.g. g/a): not compared, no FP32 runs ({'x' * 30}) given"
-    )
+    why = f"not compared, no FP32 runs ({'x' * 30}) given"
+    line = _one_line(f"mprun: gpt: {modes} (5 runs, e.g. g/a): {why}")
     assert line.count("(") == line.count(")") == 1 and "... not compared, no FP32" in line
     line = _one_line(f"mprun: gpt ({'a long list ' * 30}): not compared, {'words ' * 9}after it")
     assert line.count("(") == line.count(")") and line.startswith("mprun: gpt ...")

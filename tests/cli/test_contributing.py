@@ -163,10 +163,8 @@ def test_a_log_format_is_an_entry_point(checkout):
     with open(checkout / "pyproject.toml", "a", encoding="utf-8") as project:
         project.write(f"\n{header}\n{line}\n")
     (checkout / "a.log").write_text(CAFFE, encoding="utf-8")
-    program = (
-        "from pathlib import Path; from mprun.extensions.logs.log_formats import read_logs\n"
-        "[log] = read_logs(Path('a.log'), 'loss'); print(log.steps, log.points.tolist())"
-    )
+    program = "from pathlib import Path; from mprun.extensions.logs.log_formats import read_logs\n"
+    program += "[log] = read_logs(Path('a.log'), 'loss'); print(log.steps, log.points.tolist())"
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, cwd=checkout, capture_output=True, text=True)
     assert done.stdout == "iteration [[0.0, 2.5], [10.0, 0.5]]\n", done.stderr

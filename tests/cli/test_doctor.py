@@ -100,10 +100,8 @@ def test_the_first_line_is_the_verdict_with_what_is_wrong_in_front(facts):
     assert summary(refused).endswith("are emulated, refused: tf32; nothing is missing")
     gpu, bad = {"index": 0, "name": "NVIDIA Made", "why": None}, {"works": False, "why": "x"}
     on_gpu = {**calm, "gpus": [gpu], "cuda_graph": bad, "nvml": bad}
-    assert summary(on_gpu) == (
-        "no CUDA graphs, no energy (NVML) (see below); "
-        "CUDA on NVIDIA Made: 1 of 1 modes run in its arithmetic"
-    )
+    lacks = "no CUDA graphs, no energy (NVML) (see below)"
+    assert summary(on_gpu) == f"{lacks}; CUDA on NVIDIA Made: 1 of 1 modes run in its arithmetic"
     full = page(facts)
     assert " ".join(full.partition("\n\n")[0].split()) == summary(facts)
 

@@ -133,12 +133,10 @@ def test_help_of_an_option_has_its_keys_alone_with_its_values(capsys):
 @pytest.mark.slow
 def test_help_of_every_option_fits_80_columns(capsys, monkeypatch):
     monkeypatch.setattr(option_files, "_text_of", cache(option_files._text_of))
-    for group in GROUPS:
-        for option in option_files.option_files(group):
-            assert main(["--help", f"{group}={option}"]) == 0
-            lines = capsys.readouterr().out.splitlines()
-            assert lines[0].startswith(f"{group}={option}: ")
-            assert max(map(len, lines)) <= 80, (group, option)
+    for word in (f"{group}={one}" for group in GROUPS for one in option_files.option_files(group)):
+        assert main(["--help", word]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[0].startswith(f"{word}: ") and max(map(len, lines)) <= 80, word
 
 
 def test_help_of_an_entry_of_a_mapping(capsys):
@@ -233,15 +231,11 @@ def test_a_shell_completes(shell, tmp_path_factory):
     options, read = SHELLS[shell]
     path = f"{folder}{os.pathsep}{os.environ['PATH']}"
     environment = {"PATH": path, "PYTHONPATH": str(conf_dir().parent), "HOME": str(folder)}
+    environment |= {"TERM": "xterm", "LANG": "C.UTF-8"}
     ours, theirs = pty.openpty()
-    process = subprocess.Popen(
-        [shell, *options],
-        **dict.fromkeys(("stdin", "stdout", "stderr"), theirs),
-        cwd=folder,
-        env=environment | {"TERM": "xterm", "LANG": "C.UTF-8"},
-        start_new_session=True,
-        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
-    )
+    how = dict.fromkeys(("stdin", "stdout", "stderr"), theirs) | {"start_new_session": True}
+    how["preexec_fn"] = lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    process = subprocess.Popen([shell, *options], cwd=folder, env=environment, **how)
     os.close(theirs)
     seen = ""
 

@@ -131,9 +131,8 @@ def test_the_same_names_again_continue_the_run_bit_for_bit(folder, capsys):
 def test_names_in_the_user_s_own_option_files_count(folder, capsys):
     for group, name in (("data", "data"), ("model", "network")):
         (folder / "mine" / group).mkdir(parents=True)
-        (folder / "mine" / group / "own.yaml").write_text(
-            f"defaults: [custom]\nfactory: 'honest:{name}'\n"
-        )
+        text = f"defaults: [custom]\nfactory: 'honest:{name}'\n"
+        (folder / "mine" / group / "own.yaml").write_text(text)
     own = ["model=own", "data=own", *(o for o in RUN if "custom" not in o and o not in NAMES)]
     assert main(["--config-dir", "mine", *own, "output_dir=run"]) == 0
     assert "names code" in refused(capsys, "resume=run", "train.steps=6")

@@ -153,11 +153,8 @@ def test_a_bound_of_1_is_inside_or_outside_as_it_says(bound, inside, outside):
 def test_an_experiment_wins_over_the_defaults_and_the_command_line_over_both(tmp_path):
     folder = tmp_path / "experiment"
     folder.mkdir()
-    (folder / "mine.yaml").write_text(
-        "# @package _global_\n"
-        "defaults:\n  - override /model: resnet50\n  - override /optim: adam\n"
-        "train: {steps: 7}\noptim: {lr: 0.25}\nseed: 5\n"
-    )
+    text = "# @package _global_\ndefaults: [override /model: resnet50, override /optim: adam]\n"
+    (folder / "mine.yaml").write_text(f"{text}train: {{steps: 7}}\noptim: {{lr: 0.25}}\nseed: 5\n")
     composed = compose_config(["experiment=mine"], str(tmp_path))
     config = composed.config
     assert composed.choices["experiment"] == "mine"

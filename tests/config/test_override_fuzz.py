@@ -42,16 +42,13 @@ PREFIXES = ["", "", "", "", "+", "++", "~"]
 @pytest.mark.slow
 def test_random_command_lines():
     seed, count = 1710_03740, 1000
-    random_source = random.Random(seed)
+    draw = random.Random(seed)
     outcomes = {"composed": 0, "refused": 0}
     for number in range(count):
-        overrides = [
-            random_source.choice(PREFIXES)
-            + random_source.choice(KEYS)
-            + random_source.choice(["=", "=", "=", "=", "", "=="])
-            + random_source.choice(VALUES)
-            for _ in range(random_source.choice([0, 1, 1, 1, 2, 3]))
-        ] + random_source.sample(GOOD, random_source.choice([0, 1, 2]))
+        parts = (PREFIXES, KEYS, ["=", "=", "=", "=", "", "=="], VALUES)
+        several = range(draw.choice([0, 1, 1, 1, 2, 3]))
+        overrides = ["".join(draw.choice(one) for one in parts) for _ in several]
+        overrides += draw.sample(GOOD, draw.choice([0, 1, 2]))
         try:
             compose_config(overrides)
             outcomes["composed"] += 1

@@ -53,10 +53,7 @@ def test_what_ranks_compute(overrides):
         (f"{LM} model.sampled_softmax=8 optim=adagrad devices=2", "model.sampled_softmax"),
         (f"{IMAGES} devices=2 train.compile=default", "train.compile=default: must be off"),
         (f"{IMAGES} devices=2 train.cuda_graph=on device=cuda", "train.cuda_graph=on"),
-        (
-            f"{IMAGES} devices=2 numerics=probes numerics.shadow_every=2",
-            "shadow_every=2: must",
-        ),
+        (f"{IMAGES} devices=2 numerics=probes numerics.shadow_every=2", "shadow_every=2: must"),
         (f"{DDP} precision=bf16_kahan", "ddp: precision=bf16_kahan adds up gradients of 16-bit w"),
         (
             f"{DDP} precision.reduce_dtype=bf16 precision.reduce_order=ring",

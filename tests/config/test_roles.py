@@ -33,10 +33,8 @@ CONFIGURATIONS = (
     "experiment=biglstm_lm1b data.root=/d data.cache=/c data.vocabulary=/v",
     "experiment=resnet50_imagenet data.root=/d data.workers=3 data.prefetch=4",
     "model=lstm_lm precision=fp16_master_scaled scaler=megatron precision.overrides.layer4.*=fp32",
-    (
-        "data=custom data.factory=a:b data.options.root=1 model=custom model.factory=c:d "
-        "model.task=gan model.options.cache=2"
-    ),
+    "data=custom data.factory=a:b data.options.root=1 "
+    "model=custom model.factory=c:d model.task=gan model.options.cache=2",
 )
 
 
@@ -75,11 +73,8 @@ def test_what_a_key_means(role, keys):
 def test_only_these_keys_have_another_role_than_that_of_a_result():
     told = {key for key in FIELDS if role_of(key) is not RESULT}
     groups = {key.partition(".")[0] for key in told}
-    assert groups == {
-        *("name", "output_root", "output_dir", "resume", "basis", "numerics", "seed"),
-        *("device", "threads"),
-        *("train", "data", "devices", "nodes", "restarts", "dist", "verbose", "compare"),
-    }
+    own = "name output_root output_dir resume basis numerics seed device threads"
+    assert groups == {*f"{own} train data devices nodes restarts dist verbose compare".split()}
     assert len(told) == 41
 
 

@@ -81,22 +81,21 @@ def test_what_cannot_be_is_one_line(command, wanted, capsys, tmp_path, monkeypat
     assert len(line) <= 201
 
 
+GLOBAL = "# @package _global_\ndefaults:\n  - override /data: custom\n"
+
+
 def test_an_option_of_the_user_names_a_factory(tmp_path):
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "mine.yaml").write_text(
-        "defaults: [custom]\nfactory: 'net:build'\noptions: {width: 3}\n"
-    )
-    (tmp_path / "experiment").mkdir()
-    (tmp_path / "experiment" / "all.yaml").write_text(
-        "# @package _global_\ndefaults:\n  - override /data: custom\n"
-        "data: {factory: 'my.data:make'}\n"
-    )
-    (tmp_path / "broken.yaml").write_text("a: [")
+    for name, text in (
+        ("model/mine.yaml", "defaults: [custom]\nfactory: 'net:build'\noptions: {width: 3}\n"),
+        ("experiment/all.yaml", f"{GLOBAL}data: {{factory: 'my.data:make'}}\n"),
+        ("broken.yaml", "a: ["),
+    ):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
     composed = compose_config(["model=mine", "experiment=all"], str(tmp_path))
     assert composed.config.model.options == {"width": 3}
-    assert vouched([], str(tmp_path)) == Vouched(
-        {}, frozenset({("model.factory", "net:build"), ("data.factory", "my.data:make")})
-    )
+    named = frozenset({("model.factory", "net:build"), ("data.factory", "my.data:make")})
+    assert vouched([], str(tmp_path)) == Vouched({}, named)
     record = yaml.safe_load(yaml.safe_dump(composed.as_dict()))
     assert config_from_record(record, vouched([], str(tmp_path))) == composed.config
     with pytest.raises(BadInput, match="names code"):
@@ -158,12 +157,8 @@ _PLACE = r"(Folder|Cache folder|(Vocabulary|Subword) file|File (of|below)|Run d|
 
 
 def test_every_field_that_holds_a_path_is_declared_as_one():
-    paths = {
-        key
-        for key, fields in FIELDS.items()
-        for field in fields
-        if re.match(_PLACE, field.metadata["doc"])
-    }
+    docs = {key: [field.metadata["doc"] for field in fields] for key, fields in FIELDS.items()}
+    paths = {key for key, said in docs.items() if any(re.match(_PLACE, one) for one in said)}
     below = {key for key, (field, *_) in FIELDS.items() if "below_root" in field.metadata}
     # Nothing is read or written where a record's run was placed.
     assert paths == {*PLACES, *below, "output_root", "output_dir", "resume"}

@@ -71,9 +71,8 @@ def test_every_extra_of_the_page_is_there_and_the_command_has_its_own():
     for [extra] in filter(None, extras):
         assert extra == "cli" or "mprun[cli]" in needs[extra], extra
     # One line alone installs no command, and says so.
-    assert [line for line, own in zip(lines, extras, strict=True) if not own] == [
-        "pip install -e ."
-    ]
+    alone = [line for line, own in zip(lines, extras, strict=True) if not own]
+    assert alone == ["pip install -e ."]
     assert "pip install -e .  " in given.text and "the library alone" in given.text
 
 
@@ -85,11 +84,8 @@ def test_every_extra_of_the_page_is_there_and_the_command_has_its_own():
 def test_the_command_without_its_extra_says_what_to_install(words, alone):
     done = ended(alone, "-m", "mprun", *words)
     assert (done.returncode, done.stdout) == (2, "")
-    assert re.fullmatch(
-        r"mprun: \w+: is not installed; pip install 'mprun\[cli\]', in a clone pip install -e "
-        r"'\.\[cli\]'\n",
-        done.stderr,
-    )
+    told = r"pip install 'mprun\[cli\]', in a clone pip install -e '\.\[cli\]'"
+    assert re.fullmatch(rf"mprun: \w+: is not installed; {told}\n", done.stderr)
 
 
 @pytest.mark.slow

@@ -31,9 +31,8 @@ def test_the_table_of_the_paper_is_made_of_the_results():
     assert f"\n{table}\n\n" in text
     known = json.loads(RESULTS.read_text(encoding="utf-8"))
     techniques = [one for row in known["rows"].values() for one in row["techniques"]]
-    assert table.count("\n") == 1 + len(techniques) + sum(
-        bool(row["not_run"]) for row in known["rows"].values()
-    )
+    left = sum(bool(row["not_run"]) for row in known["rows"].values())
+    assert table.count("\n") == 1 + len(techniques) + left
 
 
 def test_the_outcomes_told_beside_it_are_those_of_the_results():
@@ -44,11 +43,7 @@ def test_the_outcomes_told_beside_it_are_those_of_the_results():
         r".* other (\d+) outcomes are",
         page("paper.md").replace("\n", " "),
     )
-    rest = sum(counted.values()) - counted["yes"] - counted["yes, tells nothing"]
-    assert [int(figure) for figure in found.groups()] == [
-        counted["yes"],
-        sum(counted.values()),
-        counted["yes, tells nothing"],
-        counted["worse, not diverged"],
-        rest - counted["worse, not diverged"],
-    ]
+    words, total = ("yes", "yes, tells nothing", "worse, not diverged"), sum(counted.values())
+    agree, more, worse = (counted[word] for word in words)
+    expected = [agree, total, more, worse, total - agree - more - worse]
+    assert [int(figure) for figure in found.groups()] == expected

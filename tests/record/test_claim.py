@@ -44,9 +44,8 @@ def test_one_of_four_processes_wins_an_explicit_directory(tmp_path):
         racer.stdin.close()  # all of them are let go within a millisecond
     errors = [racer.stderr.read() for racer in racers]
     codes = [racer.wait(timeout=300) for racer in racers]
-    for racer in racers:
-        racer.stdout.close()
-        racer.stderr.close()
+    for stream in (stream for racer in racers for stream in (racer.stdout, racer.stderr)):
+        stream.close()
     assert codes.count(0) == 1 and sum("already exists" in error for error in errors) == 3
 
 
@@ -57,9 +56,8 @@ def name(*overrides: str) -> str:
 @pytest.mark.slow
 def test_names_hold_what_differs():
     assert name() == "lstm_lm-docs_words/fp32-s0"
-    assert name("model=resnet50", "precision=amp", "optim.lr=0.05", "seed=3") == (
-        "resnet50-digits_32/amp-optim.lr=0.05-s3"
-    )
+    own = name("model=resnet50", "precision=amp", "optim.lr=0.05", "seed=3")
+    assert own == "resnet50-digits_32/amp-optim.lr=0.05-s3"
     assert name("name=mine", "device=cpu", "threads=1") == "lstm_lm-docs_words/fp32-mine-s0"
     assert name("numerics=probes", "numerics.every=7", "numerics.modules=[lstm]") == name()
     assert name("precision=amp", "scaler=static") == "lstm_lm-docs_words/amp-scaler=static-s0"

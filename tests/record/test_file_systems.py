@@ -170,11 +170,8 @@ def test_a_sweep_without_locks(launcher, tmp_path):
     if launcher:
         pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
     for _ in range(2):  # the second one finds all of it done
-        ended = subprocess.run(
-            [sys.executable, "-m", "mprun", "-m", *words, *(launcher or ["-j", "2"])],
-            env=os.environ | {"PYTHONPATH": path},
-            capture_output=True,
-            text=True,
-        )
+        command = [sys.executable, "-m", "mprun", "-m", *words, *(launcher or ["-j", "2"])]
+        own = os.environ | {"PYTHONPATH": path}
+        ended = subprocess.run(command, env=own, capture_output=True, text=True)
         assert ended.returncode == 0, ended.stderr
     assert len(list((tmp_path / "out").glob("*/*/run.json"))) == 2

@@ -56,8 +56,7 @@ def test_a_record_from_before_a_setting_gets_the_setting_when_it_is_resumed(fini
     plain = config_of(directory)
     del plain["compare"]["window"]
     (directory / "config.yaml").write_text(yaml.safe_dump(plain))
-    old = {"config": plain, "config_hash": config_hash(plain)}
-    seal_again(directory, **old)
+    seal_again(directory, config=plain, config_hash=config_hash(plain))
     assert main([f"resume={directory}", "train.steps=5"]) == 0
     record = record_of(directory)
     assert record["config"]["compare"]["window"] == 1
@@ -154,8 +153,7 @@ def test_each_evaluation_of_a_gan_leaves_a_grid(gan):
 
 @pytest.mark.slow
 def test_a_resumed_gan_has_no_grid_from_a_future_that_was_not(gan, tmp_path):
-    directory = tmp_path / "run"
-    shutil.copytree(gan, directory)
+    directory = shutil.copytree(gan, tmp_path / "run")
     shutil.rmtree(directory / "checkpoints" / "step-00000006")
     kept = (directory / "samples" / "step-00000004.png").read_bytes()
     assert main([f"resume={directory}", "train.steps=5"]) == 0
@@ -165,8 +163,7 @@ def test_a_resumed_gan_has_no_grid_from_a_future_that_was_not(gan, tmp_path):
 
 
 def test_what_a_run_has_at_its_checkpoint_is_neither_made_again_nor_lost(gan, tmp_path):
-    directory = tmp_path / "run"
-    shutil.copytree(gan, directory)
+    directory = shutil.copytree(gan, tmp_path / "run")
     assert main([f"resume={directory}", "train.steps=7"]) == 0
     assert grids(directory) == [f"step-{step:08}.png" for step in (2, 4, 6, 7)]
     assert [row["step"] for row in rows_of(directory, "eval")] == [2, 4, 6, 7]
@@ -174,9 +171,7 @@ def test_what_a_run_has_at_its_checkpoint_is_neither_made_again_nor_lost(gan, tm
 
 @pytest.mark.parametrize("channels", [1, 3])
 def test_a_grid_is_rounded_and_whole(tmp_path, channels):
-    images = torch.zeros(3, channels, 4, 4)
-    images[1] = 127.4 / 255
-    images[2] = 127.6 / 255
+    images = torch.tensor([0, 127.4 / 255, 127.6 / 255]).view(3, 1, 1, 1).repeat(1, channels, 4, 4)
     write_sample_grid(tmp_path, 7, images)
     path = tmp_path / "samples" / "step-00000007.png"
     assert grids(tmp_path) == [path.name]

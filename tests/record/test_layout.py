@@ -55,9 +55,8 @@ def test_numbers_stay_in_their_columns_and_beside_their_unit():
         "fp16_naive  12.8691  +3.24 %",
         "                     (+3.00 to +3.47)",
     ]
-    assert aligned(rows, {"mode", "difference"}, 80)[2] == (
-        "fp16_naive  12.8691  +3.24 % (+3.00 to +3.47)"
-    )
+    wide = aligned(rows, {"mode", "difference"}, 80)
+    assert wide[2] == "fp16_naive  12.8691  +3.24 % (+3.00 to +3.47)"
     assert "90\n" not in hanging("within the margin of 90 % of it", 24, 0)
 
 

@@ -56,10 +56,9 @@ def test_a_torn_last_line_is_left_out_and_damage_elsewhere_raises(tmp_path):
 
 
 def records_of(steps: int) -> list[dict]:
+    losses = {i: math.nan if i == 2 else 1 / i for i in range(1, steps + 1)}
     common = {"split": "train", "updates": 0, "skipped": 0}
-    return [
-        common | {"step": i, "loss": math.nan if i == 2 else 1 / i} for i in range(1, steps + 1)
-    ]
+    return [common | {"step": step, "loss": loss} for step, loss in losses.items()]
 
 
 def written(path, steps: int, at: int) -> dict:

@@ -38,6 +38,11 @@ def evaluation(step, skipped=0, **metrics):
     return head("eval", step, skipped) | metrics | {"seconds": 0.25}
 
 
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "metrics.jsonl"
+
+
 def assert_equal(a, b):
     for field in dataclasses.fields(a):
         one, other = getattr(a, field.name), getattr(b, field.name)
@@ -74,12 +79,10 @@ EXTRAS = ("grad_norm", "samples_per_s", "d_loss", "g_loss_scale", "a_scale", "Na
 @st.composite
 def files(draw):
     """Records as a trainer may write them, over several digit lengths of the step."""
-    records, step, skipped = [], draw(st.sampled_from([0, 7, 95, 99_990, 9_999_990])), 0
+    records, step = [], draw(st.sampled_from([0, 7, 95, 99_990, 9_999_990]))
     skipped = draw(st.sampled_from([0, 0, 8, 999]))
-    has_scale = draw(st.booleans())
-    constant = draw(st.booleans())
-    step = max(step, skipped)
-    scale = draw(scales)
+    has_scale, constant = draw(st.booleans()), draw(st.booleans())
+    step, scale = max(step, skipped), draw(scales)
     for _ in range(draw(st.integers(0, 15))):
         step += draw(st.sampled_from([1, 1, 1, 2, 9]))
         skipped += draw(st.sampled_from([0, 0, 1]))
@@ -121,8 +124,7 @@ def test_another_order_of_the_keys_is_read_all_the_same(tmp_path_factory, record
     assert_equal(read_columns(path), parsed(path))
 
 
-def test_a_record_without_its_split_is_damage(tmp_path):
-    path = tmp_path / "metrics.jsonl"
+def test_a_record_without_its_split_is_damage(path):
     write(path, [train(1), train(2)])
     path.write_bytes(path.read_bytes().replace(b'"split"', b'" plit"', 1))
     with raises_line(Damaged, "line 1 is not a record of a run"):
@@ -149,20 +151,13 @@ def test_a_changed_byte_is_told_or_read_as_json_reads_it(tmp_path_factory, recor
         assert_equal(read_columns(path), expected)
 
 
-def test_what_the_columns_hold(tmp_path):
-    path = tmp_path / "metrics.jsonl"
+def test_what_the_columns_hold(path):
     records = [train(s, loss=10.0 - s, grad_norm=s / 2) for s in range(1, 21)]
     # Updates 31, 32, 33 and 40 are skipped; 32 has a loss that is not finite.
-    for step, skipped, loss, scale in [
-        (30, 0, 2.0, 65536.0),
-        (31, 1, 2.0, 65536.0),
-        (32, 2, math.inf, 32768.0),
-        (33, 3, 2.0, 16384.0),
-        (40, 4, 2.0, 8192.0),
-        (50, 4, 1.5, 131072.0),
-        (60, 4, 1.25, 131072.0),
-    ]:
-        records.append(train(step, skipped, loss, scale))
+    records += [train(30, 0, 2.0, 65536.0), train(31, 1, 2.0, 65536.0)]
+    records += [train(32, 2, math.inf, 32768.0), train(33, 3, 2.0, 16384.0)]
+    records += [train(40, 4, 2.0, 8192.0), train(50, 4, 1.5, 131072.0)]
+    records.append(train(60, 4, 1.25, 131072.0))
     records.insert(22, evaluation(30, loss=3.0, top1=50.0))
     records.append(evaluation(60, 4, loss=2.0, top1=75.0))
     write(path, records)
@@ -186,37 +181,33 @@ def test_what_the_columns_hold(tmp_path):
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_a_non_finite_loss_counts_only_where_the_update_was_applied(tmp_path, value):
-    path = tmp_path / "metrics.jsonl"
+def test_a_non_finite_loss_counts_only_where_the_update_was_applied(path, value):
     records = [train(1), train(2, 1, value), train(3, 1), train(4, 1, value), train(5, 1, value)]
     write(path, records)
     assert read_columns(path).nonfinite_step == 4
 
 
-def test_first_losses_end_where_a_step_is_missing(tmp_path):
-    path = tmp_path / "metrics.jsonl"
+def test_first_losses_end_where_a_step_is_missing(path):
     write(path, [train(s, loss=s) for s in (1, 2, 3, 5, 6)])
     assert read_columns(path).first_losses.tolist() == [1.0, 2.0, 3.0]
-    write(tmp_path / "late.jsonl", [train(s) for s in (10, 20)])
-    assert read_columns(tmp_path / "late.jsonl").first_losses.tolist() == []
+    write(late := path.with_name("late.jsonl"), [train(s) for s in (10, 20)])
+    assert read_columns(late).first_losses.tolist() == []
 
 
-def test_no_records_and_evaluations_alone(tmp_path):
-    path = tmp_path / "metrics.jsonl"
+def test_no_records_and_evaluations_alone(path):
     path.write_bytes(b"")
     empty = read_columns(path)
     assert empty.scale_range is None and empty.last_losses.size == 0
     assert empty.evals["step"].size == 0 and empty.train["step"].size == 0
     path.write_bytes(b'{"split": "tr')  # killed in its first line
     assert_equal(read_columns(path), empty)
-    write(tmp_path / "evals.jsonl", [evaluation(5, loss=1.0), evaluation(10, loss=0.5)])
-    columns = read_columns(tmp_path / "evals.jsonl")
+    write(evals := path.with_name("e.jsonl"), [evaluation(5, loss=1.0), evaluation(10, loss=0.5)])
+    columns = read_columns(evals)
     assert columns.evals["loss"].tolist() == [1.0, 0.5] and columns.last_step == 10
 
 
 @pytest.mark.slow
-def test_many_records_are_thinned_for_drawing_and_nothing_else(tmp_path):
-    path = tmp_path / "metrics.jsonl"
+def test_many_records_are_thinned_for_drawing_and_nothing_else(path):
     skips = [s // 2 for s in range(1, 12_001)]  # every second update
     write(path, [train(s, k, loss=s, scale=2.0 ** (s % 7)) for s, k in enumerate(skips, 1)])
     columns = read_columns(path)
@@ -231,8 +222,7 @@ def test_many_records_are_thinned_for_drawing_and_nothing_else(tmp_path):
     assert columns.last_losses.tolist() == list(range(10_801, 12_001))
 
 
-def test_each_line_is_decoded_once(tmp_path, monkeypatch):
-    path = tmp_path / "metrics.jsonl"
+def test_each_line_is_decoded_once(path, monkeypatch):
     records = [train(s, loss=s) for s in range(1, 1201)]
     records.insert(600, evaluation(600, loss=1.0))
     write(path, [*records, evaluation(1200, loss=0.5)])
@@ -253,8 +243,7 @@ def test_each_line_is_decoded_once(tmp_path, monkeypatch):
     assert decoded == Counter(path.read_bytes().splitlines())
 
 
-def test_damage_is_told_with_the_line(tmp_path):
-    path = tmp_path / "metrics.jsonl"
+def test_damage_is_told_with_the_line(path):
     records = [train(s) for s in range(1, 6)] + [evaluation(5, loss=1.0), train(6)]
     write(path, records)
     whole = path.read_bytes()
@@ -279,9 +268,9 @@ def test_damage_is_told_with_the_line(tmp_path):
         read_columns(path)
 
 
-def test_a_file_from_elsewhere_is_parsed(tmp_path):
+def test_a_file_from_elsewhere_is_parsed(path):
     """Blank lines, other spaces, other splits and CRLF line ends mean the same to json."""
-    path, other = tmp_path / "metrics.jsonl", tmp_path / "other.jsonl"
+    other = path.with_name("other.jsonl")
     records = [train(s, loss=s / 3) for s in range(1, 30)] + [evaluation(29, loss=2.0)]
     write(path, records)
     lines = [json.dumps(record, separators=(",", ":")) for record in records]
@@ -293,8 +282,7 @@ def test_a_file_from_elsewhere_is_parsed(tmp_path):
 
 
 @pytest.mark.parametrize("key", ['x"loss', 'x"loss_scale'])
-def test_a_key_that_ends_like_another_is_not_taken_for_it(tmp_path, key):
-    path = tmp_path / "metrics.jsonl"
+def test_a_key_that_ends_like_another_is_not_taken_for_it(path, key):
     write(path, [{**train(1), key: math.inf}, {**train(2), key: math.inf}])
     columns = read_columns(path)
     assert columns.nonfinite_step is None and columns.scale_range == (1.0, 1.0)
@@ -302,9 +290,9 @@ def test_a_key_that_ends_like_another_is_not_taken_for_it(tmp_path, key):
 
 
 @pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity"])
-def test_bare_non_finite_values_are_read_like_the_strings(tmp_path, value):
+def test_bare_non_finite_values_are_read_like_the_strings(path, value):
     """JSON does not have them, but json writes and reads them unless it is told otherwise."""
-    path, other = tmp_path / "metrics.jsonl", tmp_path / "bare.jsonl"
+    other = path.with_name("bare.jsonl")
     records = [train(1), train(2, loss=float(value), grad_norm=float(value)), train(3)]
     write(path, [*records, evaluation(3, loss=float(value))])
     other.write_text(path.read_text().replace(f'"{value}"', value))
@@ -325,10 +313,10 @@ def test_what_the_trainer_writes_is_read_by_msgspec(tmp_path):
 
 
 @pytest.mark.parametrize("key", ["loss", "loss_scale", "top1"])
-def test_a_number_that_no_float_holds_is_damage(tmp_path, key):
+def test_a_number_that_no_float_holds_is_damage(path, key):
     split = "eval" if key == "top1" else "train"
     record = {"split": split, "step": 1, "updates": 1, "skipped": 0, "loss": 1.0, key: 10**400}
-    (tmp_path / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+    path.write_text(json.dumps(record) + "\n")
     for read in (read_columns, read_metrics):
         with pytest.raises(Damaged, match="line 1: a number is too large for a float"):
-            read(tmp_path / "metrics.jsonl")
+            read(path)

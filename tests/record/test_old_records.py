@@ -59,10 +59,9 @@ def test_each_key_of_today_is_known_of_an_old_run(old):
 
 
 def test_an_old_run_is_shown_and_listed(old, capsys):
-    assert main(["show", str(old)]) == 0
-    assert "done" in capsys.readouterr().out
-    assert main(["ls", str(old)]) == 0
-    assert "done" in capsys.readouterr().out
+    for verb in ("show", "ls"):
+        assert main([verb, str(old)]) == 0
+        assert "done" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", FP32)
@@ -90,9 +89,8 @@ def test_a_run_with_an_older_form_of_checkpoint_is_refused_in_one_line(old, caps
     record = unsealed(old)
     if words[0] == "explain":  # which has nothing to say of one that did not fail
         write_json(old / "run.json", record | {"status": "diverged", "cause": "a loss"})
-    line = refused(
-        capsys, *(word.format(old) for word in words), says="cannot read the checkpoints of this"
-    )
+    words = [word.format(old) for word in words]
+    line = refused(capsys, *words, says="cannot read the checkpoints of this")
     assert f"written by {written_by(record)}: go on with that version, or begin a new run" in line
     assert (old / "checkpoints").is_dir() and record_of(old)["attempts"] == 1
 
@@ -162,10 +160,9 @@ def rewrite(run, record):
 )
 def test_an_edited_configuration_is_damage_at_any_age(old, capsys, change):
     unsealed(old, **change)
-    says = "run.json: config does not match config_hash"
     capsys.readouterr()
     assert main([f"resume={old}", "train.steps=6"]) == 4
-    assert says in capsys.readouterr().err
+    assert "run.json: config does not match config_hash" in capsys.readouterr().err
 
 
 def test_a_record_without_the_keys_of_its_hash_is_still_checked(old, capsys):

@@ -181,8 +181,8 @@ def test_pages_replace_links_and_hold_no_control_characters(tmp_path):
 def test_a_run_is_not_put_behind_a_link_below_the_output_folder(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path("theirs").mkdir()
-    Path("outputs").mkdir()
-    Path("outputs/lstm_lm-synthetic_tokens").symlink_to(tmp_path / "theirs")
-    says = "outputs/lstm_lm-synthetic_tokens: is a link, and mprun writes nothing through links"
+    (place := Path("outputs/lstm_lm-synthetic_tokens")).parent.mkdir()
+    place.symlink_to(tmp_path / "theirs")
+    says = f"{place}: is a link, and mprun writes nothing through links"
     refused(capsys, *TINY_LM, "train.steps=1", says=says)
     assert not any(Path("theirs").iterdir())

@@ -5,6 +5,7 @@ import json
 import shutil
 import subprocess
 import sys
+from unittest.mock import Mock
 
 import pytest
 
@@ -202,10 +203,9 @@ raise SystemExit(main({words}))
 """
 
 
-def code_when_signalled(number, step, words) -> int:
-    """Return the exit code of a process that gets a signal after `step`; -N: signal N ended it."""
-    program = SIGNALLED.format(number=number, step=step, words=words)
-    return subprocess.run([sys.executable, "-c", program]).returncode
+def code_when_signalled(**those) -> int:
+    """The exit code of a process that gets a signal after `step`; -N: signal N ended it."""
+    return subprocess.run([sys.executable, "-c", SIGNALLED.format(**those)]).returncode
 
 
 @pytest.mark.slow
@@ -214,8 +214,7 @@ def test_who_was_killed_left_no_seal_and_who_was_stopped_did(
     baseline, tmp_path, number, status, capsys
 ):
     folder = tmp_path / "run"
-    words = [*RUN, f"output_dir='{folder}'"]
-    code = code_when_signalled(number, 5, words)
+    code = code_when_signalled(number=number, step=5, words=[*RUN, f"output_dir='{folder}'"])
     record = record_of(folder)
     assert (record["status"], "seal" in record) == (status, status == "preempted")
     assert code == (75 if status == "preempted" else -9)
@@ -228,8 +227,7 @@ def test_who_was_killed_left_no_seal_and_who_was_stopped_did(
 
 @pytest.mark.slow
 def test_a_resumed_run_that_is_killed_has_no_seal_of_before(own):
-    words = [f"resume={own}", "train.steps=9"]
-    code = code_when_signalled(9, 7, words)
+    code = code_when_signalled(number=9, step=7, words=[f"resume={own}", "train.steps=9"])
     record = record_of(own)
     assert (code, record["status"], "seal" in record) == (-9, "running", False)
     assert record["cause"] is None and "last_step" not in record
@@ -238,9 +236,7 @@ def test_a_resumed_run_that_is_killed_has_no_seal_of_before(own):
 
 
 def test_a_failed_run_is_sealed_and_tells_its_last_step(tmp_path, monkeypatch):
-    def fails(self, step, *_):
-        raise RuntimeError("made to fail")
-
+    fails = Mock(side_effect=RuntimeError("made to fail"))
     monkeypatch.setattr("mprun.training.loop.Loop.save", fails)
     folder = tmp_path / "run"
     assert main(but(RUN, "train.checkpoint_every=4", f"output_dir='{folder}'")) == 1

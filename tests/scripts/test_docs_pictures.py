@@ -16,23 +16,18 @@ from mprun.record.console import UNSMOOTHED
 from tests.compare.made_comparison import comparison, group
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
+with pytest.MonkeyPatch.context() as patch:
+    patch.syspath_prepend(SCRIPTS)
+    import docs_pictures as script
 
 
-@pytest.fixture
-def script(monkeypatch):
-    monkeypatch.syspath_prepend(SCRIPTS)
-    import docs_pictures
-
-    return docs_pictures
-
-
-def test_without_a_browser_one_line_says_so(script, monkeypatch, capsys):
+def test_without_a_browser_one_line_says_so(monkeypatch, capsys):
     monkeypatch.setenv("PATH", "")
     assert script.main([]) == 0
     assert capsys.readouterr().err == "docs_pictures: skipped, needs chromium\n"
 
 
-def test_the_pictures_are_few_small_and_no_empty_page(script):
+def test_the_pictures_are_few_small_and_no_empty_page():
     paths = list(script.PICTURES.glob("*.png"))
     assert 4 <= len(paths) <= 6
     for path in paths:
@@ -41,12 +36,12 @@ def test_the_pictures_are_few_small_and_no_empty_page(script):
             assert np.asarray(image.convert("L")).std() > 10
 
 
-def test_of_a_line_drawn_again_the_last_is_kept(script):
+def test_of_a_line_drawn_again_the_last_is_kept():
     drawn = "run x\r\n\x1b[?25lone 1/2\x1b[?25h\r\x1b[2Kone \x1b[32m2/2\x1b[0m\r\nend\r\n"
     assert script.last_screen(drawn) == "run x\none \x1b[32m2/2\x1b[0m\nend"
 
 
-def test_a_terminal_is_drawn_the_same_each_time(script, tmp_path):
+def test_a_terminal_is_drawn_the_same_each_time(tmp_path):
     command = f'{sys.executable} -c \'import sys; print(sys.stdout.isatty(), 80 * "x" + "y")\''
     text = script.last_screen(script.shown(command, tmp_path, dict(os.environ)))
     assert text == f"True {80 * 'x'}y"
@@ -70,7 +65,7 @@ def texts(path: Path) -> list[str]:
     return [line.replace("\xa0", " ").rstrip() for line in lines]
 
 
-def test_the_terminals_show_their_commands_and_fetch_nothing(script):
+def test_the_terminals_show_their_commands_and_fetch_nothing():
     for name, command in script.TERMINALS.items():
         path = script.PICTURES / f"{name}.svg"
         drawn = path.read_text(encoding="utf-8")
@@ -87,7 +82,7 @@ return [box.checked, document.querySelector('input[type=number]').value]
 
 
 @pytest.mark.slow
-def test_tensorboard_opens_with_every_point_and_no_smoothing(script, tmp_path, monkeypatch):
+def test_tensorboard_opens_with_every_point_and_no_smoothing(tmp_path, monkeypatch):
     browser = script.found_browser()
     if browser is None:
         pytest.skip("needs chromium")

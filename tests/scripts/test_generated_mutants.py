@@ -12,6 +12,10 @@ from pathlib import Path
 import pytest
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
+with pytest.MonkeyPatch.context() as patch:
+    patch.syspath_prepend(SCRIPTS)
+    import mutations
+    import planting
 SOURCE = '''"""A text of 3."""
 from functools import lru_cache
 
@@ -71,14 +75,6 @@ class Own(list):
 """
 
 
-@pytest.fixture
-def mutations(monkeypatch):
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    import mutations
-
-    return mutations
-
-
 @pytest.mark.parametrize(
     ("text", "others"),
     [
@@ -97,7 +93,7 @@ def mutations(monkeypatch):
         ("'text'", []),
     ],
 )
-def test_a_value_is_changed_in_these_ways(mutations, text, others):
+def test_a_value_is_changed_in_these_ways(text, others):
     found = mutations.changes(ast.parse(f"def f():\n    x = {text}"))
     made = []
     for place in range(len(found)):
@@ -120,15 +116,13 @@ def test_a_value_is_changed_in_these_ways(mutations, text, others):
         ("def g(k=1): return 'a'", ["return None"]),
     ],
 )
-def test_a_statement_is_changed_in_these_ways(mutations, text, others):
+def test_a_statement_is_changed_in_these_ways(text, others):
     found = mutations.changes(ast.parse(f"def f():\n    {text}"))
     assert [one.new for one in found] == others
 
 
-def test_a_change_that_cannot_be_planted_is_told(tmp_path, mutations):
+def test_a_change_that_cannot_be_planted_is_told(tmp_path):
     """A method whose only super() is left out needs another closure, which it cannot be given."""
-    import planting
-
     file = tmp_path / "mprun" / "one.py"
     file.parent.mkdir()
     file.write_text(METHODS)
@@ -156,11 +150,9 @@ def test_what_tests_see_of_generated_mutants(tmp_path):
     (tmp_path / "tests" / "precision" / "test_one.py").write_text(TESTS)
 
     def run(*words, script="generated_mutants"):
-        return subprocess.run(
-            [sys.executable, f"scripts/{script}.py", "precision", *words],
-            cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(tmp_path)},
-            capture_output=True, text=True,
-        )  # fmt: skip
+        command = [sys.executable, f"scripts/{script}.py", "precision", *words]
+        how = {"cwd": tmp_path, "env": os.environ | {"PYTHONPATH": str(tmp_path)}}
+        return subprocess.run(command, capture_output=True, text=True, **how)
 
     assert run("-n", "5").stderr.count("recording") == 1
     done = run("--json", str(tmp_path / "all.json"))
@@ -169,9 +161,8 @@ def test_what_tests_see_of_generated_mutants(tmp_path):
     lines = (tmp_path / "outputs" / "mutants" / "precision.jsonl").read_text().splitlines()
     found = {one["name"].split(":", 1)[1]: one for one in map(json.loads, lines)}
     assert len(found) == len(lines) == 9  # none is judged twice, none of `unseen`
-    assert json.loads((tmp_path / "all.json").read_text()) == sorted(
-        map(json.loads, lines), key=lambda one: random.Random(one["name"]).random()
-    )
+    drawn = sorted(map(json.loads, lines), key=lambda one: random.Random(one["name"]).random())
+    assert json.loads((tmp_path / "all.json").read_text()) == drawn
     survived = {name for name, one in found.items() if one["outcome"] == "survived"}
     # The limit itself is returned either way; the test of `total` passes no start.
     assert survived == {"clipped:comparison:x > LIMIT:x >= LIMIT:1"}

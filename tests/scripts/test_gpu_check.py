@@ -20,19 +20,17 @@ import torch
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "gpu_check"
+with pytest.MonkeyPatch.context() as patch:  # as the script imports them
+    patch.syspath_prepend(ROOT / "scripts")
+    import gpu_check_parts as parts
+    import gpu_check_processes as processes
+    import gpu_check_report as report
+    import gpu_check_wheels as wheels
 
 
 @pytest.fixture
-def module(monkeypatch):
-    """``module("gpu_check_parts")``, as the script imports it."""
-    monkeypatch.syspath_prepend(ROOT / "scripts")
-    return importlib.import_module
-
-
-@pytest.fixture
-def run_python(module, tmp_path):
+def run_python(tmp_path):
     """``run_python(code, ..., limit=)``: how programs side by side ended, what they printed."""
-    processes = module("gpu_check_processes")
 
     def run(*codes, limit=30.0):
         steps = [
@@ -71,8 +69,8 @@ def alive(pid):
     return "State:\tZ" not in status
 
 
-def test_time_is_shared_in_proportion_and_passed_on(module):
-    allotted = module("gpu_check_processes").allotted
+def test_time_is_shared_in_proportion_and_passed_on():
+    allotted = processes.allotted
     assert allotted(100, [1, 3]) == 25
     # The first took 5 of its 25 seconds: the second has all the rest.
     assert allotted(95, [3]) == 95
@@ -93,8 +91,8 @@ def test_an_overrun_is_interrupted_first_so_that_it_can_write(run_python):
 
 
 @pytest.mark.slow
-def test_an_overrun_is_ended_with_what_it_started_in_other_groups(module, run_python, monkeypatch):
-    monkeypatch.setattr(module("gpu_check_processes"), "GRACE_S", 0.5)
+def test_an_overrun_is_ended_with_what_it_started_in_other_groups(run_python, monkeypatch):
+    monkeypatch.setattr(processes, "GRACE_S", 0.5)
     code = (
         "import os, signal, subprocess, sys, time\n"
         "signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
@@ -118,16 +116,14 @@ def test_programs_of_a_part_run_side_by_side_and_none_ends_another(run_python):
     assert [one.code for one, _, _ in ended] == [2, 0, 0]
 
 
-def test_a_program_that_is_not_there(module, tmp_path):
-    processes = module("gpu_check_processes")
+def test_a_program_that_is_not_there(tmp_path):
     step = processes.Step("none", [str(tmp_path / "no program")])
     one = processes.Running(step, 5, tmp_path, {})
     processes.wait_for([one])
     assert one.code == 127 and "no program: No such file" in one.err.read_text()
 
 
-def test_files_whose_packages_are_missing_are_left_out(module, tmp_path, monkeypatch):
-    parts = module("gpu_check_parts")
+def test_files_whose_packages_are_missing_are_left_out(tmp_path, monkeypatch):
     monkeypatch.setattr(parts, "ROOT", tmp_path)
     marked = "import pytest\n\n@pytest.mark.gpu\ndef test_it():\n    assert True\n"
     (tmp_path / "test_one.py").write_text(marked)
@@ -144,9 +140,8 @@ def test_files_whose_packages_are_missing_are_left_out(module, tmp_path, monkeyp
     assert parts.gpu_test_files(tmp_path) == ["test_apart.py", "test_one.py"]
 
 
-def test_every_file_with_a_gpu_test_is_chosen_here(module):
+def test_every_file_with_a_gpu_test_is_chosen_here():
     """This environment has all packages that tests need."""
-    parts = module("gpu_check_parts")
     chosen = {*parts.gpu_test_files(ROOT / "tests")}
     chosen |= {*parts.gpu_test_files(ROOT / "tests", slow=True)}
     marked = {
@@ -157,8 +152,7 @@ def test_every_file_with_a_gpu_test_is_chosen_here(module):
     assert "tests/tasks/test_on_cuda.py" in chosen and chosen == marked
 
 
-def ended_step(module, tmp_path, code, **fields):
-    processes, report = module("gpu_check_processes"), module("gpu_check_report")
+def ended_step(tmp_path, code, **fields):
     out, err = tmp_path / "out.txt", tmp_path / "err.txt"
     out.write_text("| a |\n|---|\n")
     err.write_text("\n".join(f"line {i}" for i in range(100)))
@@ -168,19 +162,19 @@ def ended_step(module, tmp_path, code, **fields):
     return report.step_report(SimpleNamespace(**ended))
 
 
-def test_how_steps_are_reported(module, tmp_path):
-    done = ended_step(module, tmp_path, 0)
+def test_how_steps_are_reported(tmp_path):
+    done = ended_step(tmp_path, 0)
     assert (done["status"], done["errors"], done["text"]) == ("done", "", "| a |\n|---|")
     assert done["command"] == "program 'an argument'"
-    failed = ended_step(module, tmp_path, 1)
+    failed = ended_step(tmp_path, 1)
     assert failed["status"] == "failed (exit code 1)"
     assert failed["errors"].splitlines() == [f"line {i}" for i in range(80, 100)]
-    assert ended_step(module, tmp_path, 3, accepted=(0, 3))["status"] == "done"
-    assert ended_step(module, tmp_path, None)["status"] == "overran its time and was ended"
-    lacking = ended_step(module, tmp_path, 0, record=tmp_path / "none.json")
+    assert ended_step(tmp_path, 3, accepted=(0, 3))["status"] == "done"
+    assert ended_step(tmp_path, None)["status"] == "overran its time and was ended"
+    lacking = ended_step(tmp_path, 0, record=tmp_path / "none.json")
     assert lacking["status"] == "failed (it left no none.json)"
     (tmp_path / "cut.json").write_text('{"a": ')
-    cut = ended_step(module, tmp_path, 0, record=tmp_path / "cut.json")
+    cut = ended_step(tmp_path, 0, record=tmp_path / "cut.json")
     assert cut["status"].startswith("failed (cut.json: ")
 
 
@@ -192,8 +186,8 @@ def files_of(step):
     return [p for p in step.command if p.startswith("tests/") and p.endswith(".py")]
 
 
-def test_every_part_is_in_one_call_and_the_seconds_of_a_call_are_all_given(module):
-    parts, script = module("gpu_check_parts"), runpy.run_path(str(SCRIPT))
+def test_every_part_is_in_one_call_and_the_seconds_of_a_call_are_all_given():
+    script = runpy.run_path(str(SCRIPT))
     called = ["environment", *(name for call in parts.CALLS.values() for name in call)]
     assert called == list(parts.PARTS)
     for call in parts.CALLS.values():
@@ -201,8 +195,7 @@ def test_every_part_is_in_one_call_and_the_seconds_of_a_call_are_all_given(modul
         assert sum(weights) == script["LIMIT_S"] - script["RESERVE_S"]
 
 
-def test_the_page_says_when_each_part_of_the_first_call_begins(module):
-    parts = module("gpu_check_parts")
+def test_the_page_says_when_each_part_of_the_first_call_begins():
     rows = re.findall(r"^\| (\d):(\d\d) \|(.*)", (ROOT / "docs/bench.md").read_text(), re.M)
     said = {text: 60 * int(minute) + int(second) for minute, second, text in rows}
     begins = 0
@@ -222,8 +215,7 @@ def test_the_page_says_when_each_part_of_the_first_call_begins(module):
         ("data", ["data"]),
     ],
 )
-def test_parts_are_asked_for_by_name_or_by_call(module, monkeypatch, asked, expected):
-    module("gpu_check_parts")
+def test_parts_are_asked_for_by_name_or_by_call(monkeypatch, asked, expected):
     monkeypatch.delenv("PARTS", raising=False)
     if asked is not None:
         monkeypatch.setenv("PARTS", asked)
@@ -234,8 +226,7 @@ def test_parts_are_asked_for_by_name_or_by_call(module, monkeypatch, asked, expe
 
 
 @pytest.mark.slow
-def test_every_gpu_test_is_in_one_part_and_the_most_important_ones_come_first(module, tmp_path):
-    parts = module("gpu_check_parts")
+def test_every_gpu_test_is_in_one_part_and_the_most_important_ones_come_first(tmp_path):
     setting = parts.Setting(tmp_path, "cuda", None)
     steps = {s.name: s for n, p in parts.PARTS.items() if "tests" in n for s in p.steps(setting, 9)}
     assert "--reference" in steps.pop("fidelity").command
@@ -252,8 +243,7 @@ def test_every_gpu_test_is_in_one_part_and_the_most_important_ones_come_first(mo
         assert int(option(step, "-n")) >= 2  # side by side
 
 
-def test_the_first_call_compiles_what_its_ratios_measure(module, tmp_path, monkeypatch):
-    parts = module("gpu_check_parts")
+def test_the_first_call_compiles_what_its_ratios_measure(tmp_path, monkeypatch):
     parse = importlib.import_module("benchmarks.suite.__main__").parse
     monkeypatch.delenv("BENCH", raising=False)
     setting = parts.Setting(tmp_path, "cuda", None, ("environment", *parts.CALLS["first"]))
@@ -278,7 +268,7 @@ def test_the_first_call_compiles_what_its_ratios_measure(module, tmp_path, monke
     assert parsed("ratios").only == ["DCGAN b512"] and parsed("bench_peers").windows == 3
 
 
-def test_a_log_of_tests_tells_what_ran_also_when_it_is_cut(module, tmp_path):
+def test_a_log_of_tests_tells_what_ran_also_when_it_is_cut(tmp_path):
     log = tmp_path / "tests.jsonl"
     lines = [
         {"test": "a::b", "started": True},
@@ -288,7 +278,7 @@ def test_a_log_of_tests_tells_what_ran_also_when_it_is_cut(module, tmp_path):
         {"test": "a::e", "started": True},
     ]
     log.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"test": "a::e", "outc')
-    record = ended_step(module, tmp_path, None, record=log)["record"]
+    record = ended_step(tmp_path, None, record=log)["record"]
     assert record == {
         **{"tests": 3, "passed": 1, "skipped": 1},
         "failed": {"a::c": "assert 1 == 2"},
@@ -297,7 +287,7 @@ def test_a_log_of_tests_tells_what_ran_also_when_it_is_cut(module, tmp_path):
 
 
 @pytest.mark.slow
-def test_pytest_writes_that_log_as_it_goes(module, tmp_path):
+def test_pytest_writes_that_log_as_it_goes(tmp_path):
     log = tmp_path / "tests.jsonl"
     (tmp_path / "test_some.py").write_text(
         "import os, pytest\n"
@@ -315,7 +305,7 @@ def test_pytest_writes_that_log_as_it_goes(module, tmp_path):
     settings = dict(os.environ) | {"PYTHONPATH": str(ROOT / "scripts")}
     done = subprocess.run(command, env=settings, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 9, done.stdout + done.stderr
-    record = ended_step(module, tmp_path, 9, record=log)["record"]
+    record = ended_step(tmp_path, 9, record=log)["record"]
     assert (record["tests"], record["passed"], record["skipped"]) == (5, 1, 1)
     failed = {name.rpartition("/")[2]: message for name, message in record["failed"].items()}
     assert failed == {
@@ -327,7 +317,7 @@ def test_pytest_writes_that_log_as_it_goes(module, tmp_path):
 
 
 @pytest.mark.slow
-def test_processes_of_tests_write_one_log_and_one_that_dies_leaves_the_others(module, tmp_path):
+def test_processes_of_tests_write_one_log_and_one_that_dies_leaves_the_others(tmp_path):
     log = tmp_path / "tests.jsonl"
     lines = ["import os", *(f"def test_{i}(): assert {i} != 3" for i in range(8))]
     (tmp_path / "test_some.py").write_text("\n".join([*lines, "def test_gone(): os._exit(9)"]))
@@ -335,7 +325,7 @@ def test_processes_of_tests_write_one_log_and_one_that_dies_leaves_the_others(mo
     command += [str(tmp_path), "-p", "gpu_check_pytest", f"--tests-log={log}"]
     settings = dict(os.environ) | {"PYTHONPATH": str(ROOT / "scripts")}
     subprocess.run(command, env=settings, cwd=tmp_path, capture_output=True, text=True)
-    record = ended_step(module, tmp_path, 1, record=log)["record"]
+    record = ended_step(tmp_path, 1, record=log)["record"]
     assert (record["passed"], list(record["failed"].values())) == (7, ["assert 3 != 3"])
     assert [name.rpartition("::")[2] for name in record["not ended"]] == ["test_gone"]
 
@@ -343,8 +333,7 @@ def test_processes_of_tests_write_one_log_and_one_that_dies_leaves_the_others(mo
 SUMMARY = {"device": "cpu", "status": "done", "seconds": 1.0, "limit_s": 9.0, "parts": {}}
 
 
-def test_what_is_left_keeps_the_limits_of_size_number_and_names(module, tmp_path, monkeypatch):
-    report = module("gpu_check_report")
+def test_what_is_left_keeps_the_limits_of_size_number_and_names(tmp_path, monkeypatch):
     monkeypatch.setattr(report, "MAX_FILE", 100_000)
     work, out = tmp_path / "work", tmp_path / "out"
     for folder in ("ratios", "verdicts/top 1 (%)", "real_data"):
@@ -367,16 +356,15 @@ def test_what_is_left_keeps_the_limits_of_size_number_and_names(module, tmp_path
     assert report.write_archive(work, out) == ["ratios/large.png"]
     names = archived(out)
     assert "small.json" in names and "weights.pt" not in names
-    step = ended_step(module, tmp_path, 0) | {"record": "r" * 90_000}
-    parts = {name: {"steps": [step]} for name in ("one", "two")}
-    report.write_summary(SUMMARY | {"parts": parts}, out)
+    step = ended_step(tmp_path, 0) | {"record": "r" * 90_000}
+    both = {name: {"steps": [step]} for name in ("one", "two")}
+    report.write_summary(SUMMARY | {"parts": both}, out)
     assert json.loads((out / "gpu_check.json").read_text())["parts"]["one"]["steps"]
     (out / report.UNFINISHED).write_text("a kill came just then")
     assert_within_limits(out, largest=100_000)
 
 
-def test_a_summary_says_where_the_runtime_is_a_fake(module, tmp_path):
-    report = module("gpu_check_report")
+def test_a_summary_says_where_the_runtime_is_a_fake(tmp_path):
 
     def found(*names):
         record = {"gpus": [{"name": name} for name in names]}
@@ -454,8 +442,8 @@ def test_a_kill_leaves_what_was_done_and_nothing_running(tmp_path, moment):
     record, names = json.loads((out / "gpu_check.json").read_text()), archived(out)
     assert record["status"] == "running"
     assert_within_limits(out)
-    parts = record["parts"].items()
-    ended = {name: [step["status"] for step in part["steps"]] for name, part in parts}
+    told = record["parts"].items()
+    ended = {name: [step["status"] for step in part["steps"]] for name, part in told}
     if moment == "before a step ended":
         assert ended == {"environment": ["running"]}
     else:
@@ -482,12 +470,9 @@ def waited_for(condition, seconds=120):
     return True
 
 
-def test_a_part_begins_only_with_its_least_time_and_its_steps_share_it(
-    module, monkeypatch, tmp_path
-):
+def test_a_part_begins_only_with_its_least_time_and_its_steps_share_it(monkeypatch, tmp_path):
     """A part has the time that earlier ones leave; parallel steps have all of it."""
     script = runpy.run_path(str(SCRIPT))
-    parts, processes = module("gpu_check_parts"), module("gpu_check_processes")
     limits = []
 
     def ended(step, limit, folder, environment):
@@ -520,8 +505,7 @@ ABOUT = {
 
 
 @pytest.mark.slow
-def test_wheels_are_there_for_every_step_and_nowhere_else(module, tmp_path, monkeypatch, capfd):
-    wheels = module("gpu_check_wheels")
+def test_wheels_are_there_for_every_step_and_nowhere_else(tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("PYTHONPATH", "/before")
     assert not wheels.install_wheels(tmp_path, str(tmp_path))
     assert "no wheels there" in capfd.readouterr().err
@@ -537,8 +521,7 @@ def test_wheels_are_there_for_every_step_and_nowhere_else(module, tmp_path, monk
 
 
 @pytest.mark.parametrize("grain", ["gpu_check.json", "gpu_check.md", "records.tar.gz"])
-def test_a_kill_while_a_file_is_written_leaves_the_one_before(module, tmp_path, monkeypatch, grain):
-    report = module("gpu_check_report")
+def test_a_kill_while_a_file_is_written_leaves_the_one_before(tmp_path, monkeypatch, grain):
     summary = SUMMARY | {"status": "running"}
     work, out = tmp_path / "work", tmp_path / "out"
     work.mkdir(), out.mkdir()
@@ -591,8 +574,8 @@ def test_bad_input_is_refused_in_one_line(tmp_path, environment, told):
         assert [path.read_text() for path in out.iterdir()] == ["{}"]
 
 
-def test_help_names_every_part_and_every_call(module):
-    text, parts = gpu_check("--help").stdout, module("gpu_check_parts")
+def test_help_names_every_part_and_every_call():
+    text = gpu_check("--help").stdout
     assert all(f"({name})" in text for name in parts.PARTS)
     assert all(re.search(rf"^{name} ", text, re.MULTILINE) for name in parts.CALLS)
     assert gpu_check().returncode == 2
@@ -608,7 +591,7 @@ def test_without_a_gpu_it_says_so_and_leaves_nothing(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_dry_run_of_every_part_with_one_that_fails(module, tmp_path):
+def test_a_dry_run_of_every_part_with_one_that_fails(tmp_path):
     """Real code at its smallest size; the folder of real data is empty, so that part fails."""
     (tmp_path / "empty").mkdir()
     out = tmp_path / "out"
@@ -617,7 +600,7 @@ def test_a_dry_run_of_every_part_with_one_that_fails(module, tmp_path):
     done = gpu_check(out, tmp_path / "empty", timeout=2300, **settings)
     record = json.loads((out / "gpu_check.json").read_text())
     assert done.returncode == 1, done.stdout + done.stderr
-    assert list(record["parts"]) == list(module("gpu_check_parts").PARTS)
+    assert list(record["parts"]) == list(parts.PARTS)
     steps = {s["name"]: s for part in record["parts"].values() for s in part["steps"]}
     ended = {name: step["status"] for name, step in steps.items()}
     assert ended.pop("real_data").startswith("failed"), steps["real_data"]

@@ -40,11 +40,8 @@ def build(source, target, folder):
 
 
 def below(folder):
-    return {
-        path.relative_to(ROOT).as_posix()
-        for path in (ROOT / folder).rglob("*")
-        if path.is_file() and "__pycache__" not in path.parts
-    }
+    paths = [p for p in (ROOT / folder).rglob("*") if p.is_file() and "__pycache__" not in p.parts]
+    return {path.relative_to(ROOT).as_posix() for path in paths}
 
 
 def test_the_wheel_holds_the_package_and_its_options(built):
@@ -85,10 +82,8 @@ def test_the_wheel_runs_from_any_folder(built, tmp_path):
         return ended.stdout
 
     engine = "import mprun; from mprun.precision import get_policy as get;"
-    assert run("-c", f"{engine} print(mprun.__file__, get('amp').name)").split() == [
-        str(site / "mprun" / "__init__.py"),
-        "amp",
-    ]
+    printed = run("-c", f"{engine} print(mprun.__file__, get('amp').name)").split()
+    assert printed == [str(site / "mprun" / "__init__.py"), "amp"]
     assert "precision" in run("-m", "mprun", "--help")
     assert "name: lstm_lm" in run("-m", "mprun", "--cfg", "job")
     assert list(work.iterdir()) == []

@@ -5,6 +5,9 @@ from pathlib import Path
 import pytest
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
+with pytest.MonkeyPatch.context() as patch:
+    patch.syspath_prepend(SCRIPTS)
+    import sentences as script
 PAGE = """# A title is no sentence
 
 The first one
@@ -25,15 +28,7 @@ PLAIN = ("README.md", "docs/index.md", "docs/symptoms/", "docs/ci_gate.md", "doc
 PLAIN += ("docs/install.md", "docs/loss_scaling.md", "docs/emulation.md", "docs/tutorial/")
 
 
-@pytest.fixture
-def script(monkeypatch):
-    monkeypatch.syspath_prepend(SCRIPTS)
-    import sentences
-
-    return sentences
-
-
-def test_paragraphs_items_and_long_cells(script):
+def test_paragraphs_items_and_long_cells():
     assert list(script.paragraphs(PAGE)) == [
         (3, "The first one ends here. The `second one` has [a link](of/many/words.md)."),
         (6, "an item"),
@@ -49,11 +44,11 @@ def test_paragraphs_items_and_long_cells(script):
         ("A dash - and 1.5 % are no words, but 1.5 is.", 10),
     ],
 )
-def test_words(script, text, words):
+def test_words(text, words):
     assert script.Sentence("docs", "x.md:1", text).words == words
 
 
-def test_a_date_draws_the_same_sentences(script, capsys, monkeypatch):
+def test_a_date_draws_the_same_sentences(capsys, monkeypatch):
     found = [script.Sentence("docs", f"x.md:{n}", f"Sentence {n} of the page.") for n in range(99)]
     monkeypatch.setattr(script, "sentences", lambda: found)
     drawn = []
@@ -64,7 +59,7 @@ def test_a_date_draws_the_same_sentences(script, capsys, monkeypatch):
     assert drawn[0].count("x.md:") == 5
 
 
-def test_long_ones_are_listed_and_counted(script, capsys, monkeypatch):
+def test_long_ones_are_listed_and_counted(capsys, monkeypatch):
     kinds = (("docs", 25), ("docs", 26), ("help", 4))
     found = [script.Sentence(kind, "x:1", "word " * count) for kind, count in kinds]
     monkeypatch.setattr(script, "sentences", lambda: found)
@@ -78,7 +73,7 @@ def test_long_ones_are_listed_and_counted(script, capsys, monkeypatch):
 
 
 @pytest.mark.slow
-def test_pages_of_a_new_reader_and_the_help_have_no_long_sentence(script):
+def test_pages_of_a_new_reader_and_the_help_have_no_long_sentence():
     read = [one for one in script.of_pages() if one.place.startswith(PLAIN)]
     long = [one for one in (*read, *script.of_help()) if one.words > script.MOST_WORDS]
     assert len(read) > 100 and not long, "\n".join(f"{one.place}: {one.text}" for one in long)

@@ -141,9 +141,8 @@ def test_a_run_on_data_elsewhere_is_not_this_cells(key, group, tmp_path):
     (tmp_path / "link").symlink_to("A")
     model = "lstm_lm" if group == "lm1b" else "resnet50"
     fixed = ["device=cpu", f"model={model}", f"data={group}", "data.root=A", "seed=0"]
-    here, there, linked = (
-        plan(but(fixed, f"{key}={place}"), None).cells[0] for place in ("A", "B", "link")
-    )
+    plans = [plan(but(fixed, f"{key}={place}"), None) for place in ("A", "B", "link")]
+    here, there, linked = (one.cells[0] for one in plans)
     assert here.directory == there.directory and here.config_hash == there.config_hash
     config = {"data": dict(here.data_places)}
     for status in ("done", "preempted", "failed"):

@@ -42,10 +42,8 @@ def sabotaged(tmp_path, tiny, held_at_first_step, monkeypatch):
             (directory / "checkpoints").write_text("in the way")
             os.kill(process, signal.SIGCONT)
 
-        harms = [
-            threading.Thread(target=harm, args=[cell])
-            for harm, cell in zip((kill, fail, held_at_first_step), cells, strict=False)
-        ]
+        each = zip((kill, fail, held_at_first_step), cells, strict=False)
+        harms = [threading.Thread(target=harm, args=[cell]) for harm, cell in each]
         for harm in harms:
             harm.start()
         code = main(["-m", *swept, "-j", "2", "--stall-after", str(STALL_AFTER_S)])

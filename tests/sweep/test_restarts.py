@@ -34,11 +34,8 @@ def restarted(tmp_path, start_sweep, wait_for, same_as_single):
         def training() -> bool:
             present = [cell for cell in cells if (cell.directory / "run.json").exists()]
             ever.update(cell.directory.stat().st_ino for cell in present)
-            return any(
-                record_of(cell.directory)["status"] == "running"
-                and (cell.directory / "metrics.jsonl").exists()
-                for cell in present
-            )
+            begun = [one.directory for one in present if (one.directory / "metrics.jsonl").exists()]
+            return any(record_of(directory)["status"] == "running" for directory in begun)
 
         def begun(process, printed) -> bool:
             # Its own runs: those of the sweep before may still write their checkpoints.
