@@ -24,6 +24,7 @@ from mprun.config.keys import FIELDS, meanings
 from mprun.config.option_files import conf_dir
 
 from ..helpers import refused
+from ..shipped import ALL_MODES
 from ..tables import with_extensions
 
 # Of verbs with an option that says another page.
@@ -176,6 +177,8 @@ COMPLETIONS = [
     ("mprun --con", ["--config-dir"]),
     ("mprun --config-dir ", []),
     ("mprun opt", ["optim=", "optim."]),
+    ("mprun mod", ["model=", "model."]),
+    ("mprun precision=", [f"precision={mode}" for mode in sorted(ALL_MODES)]),
     ("mprun optim.mo", ["optim.momentum="]),
     ("mprun model=res", ["model=resnet50", "model=resnet50_preact"]),
     ("mprun -m precision=fp32,am", ["precision=fp32,amp", "precision=fp32,amp_bf16"]),
