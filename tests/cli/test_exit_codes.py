@@ -3,7 +3,6 @@
 import errno
 import fcntl
 import json
-import math
 import os
 import pty
 import re
@@ -133,15 +132,13 @@ def test_the_next_command_is_the_one_that_shows_most(tmp_path, monkeypatch):
 def test_diverged_is_3_and_a_result(tmp_path, capsys):
     """Adam's eps of 1e-8 is 0 in FP16: 0 / 0 in the first update, NaN in the second loss."""
     folder, mode = tmp_path / "r", [*TINY_AUTOENCODER, "precision=fp16_naive"]
-    length = ["train.steps=30", "train.log_every=1000", "train.checkpoint_every=1"]
+    length = ["train.steps=9", "train.log_every=3", "train.checkpoint_every=1"]
     assert run(folder, *mode, *length) == 3
     printed = capsys.readouterr()
     record = record_of(folder)
     assert record["status"] == "diverged" and record["cause"] == "non-finite loss"
-    # The step of the first non-finite loss, not that of a log line, of which there is none yet.
-    first, second = rows_of(folder)
-    assert (first["step"], second["step"], record["last_step"]) == (1, 2, 2)
-    assert math.isfinite(first["loss"]) and not math.isfinite(second["loss"])
+    # The step of the first non-finite loss, not the step of the log line that found it.
+    assert record["last_step"] == rows_of(folder)[-1]["step"] == 2
     assert "optim.eps" in printed.err and "diverged at step 2" in printed.err
     assert printed.out == f"run: {folder}\n"
     # Weights that are not finite are never committed as a checkpoint to go on from.

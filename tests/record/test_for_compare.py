@@ -15,7 +15,7 @@ from mprun.record.keys import config_hash
 from mprun.record.metrics import write_sample_grid
 from mprun.recording.records import EARLY_STEPS
 
-from ..helpers import TINY_GAN, TINY_LM, record_of, rows_of, run, seal_again
+from ..helpers import TINY_AUTOENCODER, TINY_GAN, TINY_LM, record_of, rows_of, run, seal_again
 
 GAN = [*TINY_GAN, "train.steps=6", "train.eval_every=2"]
 AMP = [*TINY_LM, "train.steps=4", "train.checkpoint_every=4", "precision=amp"]
@@ -99,6 +99,17 @@ def test_the_first_steps_are_whole_after_a_resume_among_them(tmp_path):
     assert main([f"resume={directory}", "train.steps=23"]) == 0
     steps = [r["step"] for r in rows_of(directory, "train")]
     assert steps == [*range(1, 21), 23]
+
+
+@pytest.mark.slow
+def test_a_run_that_dies_before_its_first_log_line_says_where(tmp_path):
+    """Adam's eps is 0 in FP16: NaN in the second loss."""
+    directory = tmp_path / "run"
+    overrides = [*TINY_AUTOENCODER, "precision=fp16_naive", "train.steps=30"]
+    assert run(directory, *overrides, "train.log_every=1000") == 3
+    first, second = rows_of(directory, "train")
+    assert (first["step"], second["step"], record_of(directory)["last_step"]) == (1, 2, 2)
+    assert math.isfinite(first["loss"]) and not math.isfinite(second["loss"])
 
 
 @pytest.mark.slow
