@@ -101,7 +101,7 @@ def test_what_only_reads_imports_nothing(edited, capsys):
         record["config"][key]["name"] = {"precision": "fp32", "scaler": "none"}[key]
     record["config"]["precision"] |= modes()["fp32"].values
     record["config"]["scaler"]["kind"] = "none"
-    seal_again("fp32", **record | {"config_hash": "0"})
+    seal_again(Path("fp32"), **record | {"config_hash": "0"})
     assert main(["compare", "run", "fp32", "--out", "report"]) in (0, 2, 3)
     assert "hostile:network-hostile:data" in capsys.readouterr().out
     assert "fp16_master_scaled" in table([record_of(edited)])
