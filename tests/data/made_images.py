@@ -24,12 +24,15 @@ def image(seed: int, mode: str = "RGB", size: tuple[int, int] = (12, 10)) -> Ima
     return Image.fromarray(pixels(seed, *size)).convert(mode)
 
 
-def encoded(seed: int, format: str = "JPEG", mode: str = "RGB", **options) -> bytes:
+def saved(picture: Image.Image, format: str = "JPEG", **options) -> bytes:
     """An image as the bytes of a file."""
-    size = options.pop("size", (12, 10))
     stream = io.BytesIO()
-    image(seed, mode, size).save(stream, format, **options)
+    picture.save(stream, format, **options)
     return stream.getvalue()
+
+
+def encoded(seed: int, format: str = "JPEG", mode: str = "RGB", size=(12, 10), **options) -> bytes:
+    return saved(image(seed, mode, size), format, **options)
 
 
 def write(path: Path, content: bytes) -> Path:
@@ -73,14 +76,7 @@ def make_folder(root: Path, train: int = 24, held_out: int = 10, classes: int = 
     """root/train and root/val with ``classes`` folders and the given numbers of files in all."""
     for split, count, first in (("train", train, 0), ("val", held_out, 1000)):
         for number in range(count):
-            content = io.BytesIO()
             sides = (40, 32) if number % 3 else (30, 48)
-            picture(first + number, *sides).save(content, "JPEG", quality=90)
             path = root / split / f"class{number % classes}" / f"{number:04}.jpg"
-            write(path, content.getvalue())
+            write(path, saved(picture(first + number, *sides), quality=90))
     return root
-
-
-def bound(make, root, **options):
-    """`make` of a folder and options, which later ones replace."""
-    return lambda **more: make(root, **options | more)

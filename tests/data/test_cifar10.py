@@ -11,26 +11,20 @@ from torchvision.datasets.folder import pil_loader
 
 from mprun.data.cifar10 import DEVIATION, MEAN
 
-from ..helpers import configured, raises_line
+from ..helpers import configured, raises_line, without_waiting
 from .made_images import CIFAR10_CLASSES as CLASSES
 from .made_images import write
 
 pytestmark = pytest.mark.usefixtures("cache")
 
 
+AUGMENTED = {"augmentation": "padded_crop", "flip": True}
+PLAIN = {"augmentation": "none", "flip": False, "image_size": 32, "value_range": "tanh"}
+PLAIN |= {"batch_size": 8, "seed": 0, "device": "cpu"}
+
+
 def cifar10(root, **changes):
-    settings = {
-        "image_size": 32,
-        "augmentation": "none",
-        "flip": False,
-        "value_range": "tanh",
-        "train_size": None,
-        "eval_size": None,
-        "batch_size": 8,
-        "seed": 0,
-        "device": "cpu",
-    }
-    return configured("cifar10", root=str(root), **settings | changes)
+    return configured("cifar10", root=str(root), **PLAIN | changes)
 
 
 def stored_bytes(images):
@@ -65,25 +59,21 @@ def test_class_folders_hold_the_pixels_of_torchvision(root):
     ):
         files = sorted((root / folder).glob("*/*.jpg"))
         pixels = np.stack([np.asarray(pil_loader(path)).transpose(2, 0, 1) for path in files])
-        expected = by_pixels(
-            torch.from_numpy(pixels).float() / 127.5 - 1,
-            torch.tensor([CLASSES.index(path.parent.name) for path in files]),
-        )
-        assert by_pixels(images, labels) == expected
+        expected = torch.tensor([CLASSES.index(path.parent.name) for path in files])
+        pixels = torch.from_numpy(pixels).float() / 127.5 - 1
+        assert by_pixels(images, labels) == by_pixels(pixels, expected)
         assert (images.dtype, labels.dtype) == (torch.float32, torch.int64)
 
 
 def test_augmentation_does_not_depend_on_the_batch_size(root):
-    settings = {"augmentation": "padded_crop", "flip": True}
-    small, large = (epoch_of(cifar10(root, batch_size=n, **settings)) for n in (4, 20))
+    small, large = (epoch_of(cifar10(root, batch_size=n, **AUGMENTED)) for n in (4, 20))
     assert torch.equal(small[0], large[0]) and torch.equal(small[1], large[1])
 
 
 def test_evaluation_is_in_a_fixed_order_without_augmentation(root):
     plain = everything(cifar10(root).eval_batches())
-    source = cifar10(root, augmentation="padded_crop", flip=True, seed=5, batch_size=6)
-    sizes = [len(labels) for _, labels in source.eval_batches()]
-    assert sizes == [6, 6, 6, 2]
+    source = cifar10(root, **AUGMENTED, seed=5, batch_size=6)
+    assert [len(labels) for _, labels in source.eval_batches()] == [6, 6, 6, 2]
     assert torch.equal(everything(source.eval_batches())[0], plain[0])
 
 
@@ -114,7 +104,7 @@ def test_hash_is_of_the_pixels_that_are_used(root):
 def test_value_ranges(root):
     bytes_ = stored_bytes(epoch_of(cifar10(root))[0]).double()
     mean, deviation = (
-        torch.tensor(figures, dtype=torch.float64).view(3, 1, 1) for figures in (MEAN, DEVIATION)
+        torch.tensor(own, dtype=torch.float64).view(3, 1, 1) for own in (MEAN, DEVIATION)
     )
     # In units of 2^-24: 255 * mean carries two roundings of at most 126, the difference one of at
     # most 142; both are divided by 62 or more where the divisor, with two roundings, and the
@@ -130,9 +120,8 @@ def test_value_ranges(root):
 
 
 def test_other_sizes_are_resized_after_the_augmentation(root):
-    settings = {"augmentation": "padded_crop", "flip": True}
-    small, _ = cifar10(root, **settings).train_batch(2)
-    large, _ = cifar10(root, image_size=64, **settings).train_batch(2)
+    small, _ = cifar10(root, **AUGMENTED).train_batch(2)
+    large, _ = cifar10(root, image_size=64, **AUGMENTED).train_batch(2)
     assert large.shape == (8, 3, 64, 64)
     expected = torch.nn.functional.interpolate(small, (64, 64), mode="bilinear")
     assert torch.equal(large, expected)
@@ -150,15 +139,11 @@ def test_the_record_says_what_was_read(root):
 
 @pytest.mark.gpu
 def test_on_the_gpu_the_same_without_waiting(root):
-    settings = {"augmentation": "padded_crop", "flip": True, "value_range": "standardised"}
+    settings = AUGMENTED | {"value_range": "standardised"}
     host, device = cifar10(root, **settings), cifar10(root, **settings, device="cuda")
     device.train_batch(0)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with without_waiting():
         batches = [device.train_batch(i) for i in range(16)]  # two epochs and a bit
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     for i, (images, labels) in enumerate(batches):
         expected, expected_labels = host.train_batch(i)
         # Subtraction and division are rounded correctly on both.

@@ -56,11 +56,9 @@ def test_pickled_batches(tmp_path):
         plain = pickle.load(file, encoding="latin1")
     assert (plain["data"].reshape(20, 3, 32, 32) == pixels[0]).all()
     found = read_python_batches(str(tmp_path), md5)
-    assert (found.train.images == pixels[:5].reshape(100, 3, 32, 32)).all()
-    assert (found.train.labels == labels[:5].reshape(100)).all()
-    assert (found.held_out.images == pixels[5]).all()
-    assert (found.held_out.labels == labels[5]).all()
-    assert found.train.labels.dtype == np.int64
+    for split, own in ((found.train, slice(5)), (found.held_out, slice(5, 6))):
+        assert (split.images == pixels[own].reshape(-1, 3, 32, 32)).all()
+        assert (split.labels == labels[own].flatten()).all() and split.labels.dtype == np.int64
 
 
 def test_pickled_batches_are_checked_by_md5_before_they_are_read(tmp_path):

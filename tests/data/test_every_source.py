@@ -1,6 +1,7 @@
 """Every source of batches keeps the rules of order, randomness, evaluation, record, refusals."""
 
 import random
+from functools import partial
 
 import numpy as np
 import pytest
@@ -18,49 +19,39 @@ from . import (
     test_text_source,
     test_token_files,
 )
-from .made_images import bound, cifar10_folders, make_folder
+from .made_images import cifar10_folders, make_folder
 
 TOKENS = {"sequence_length": 6, "batch_size": 3, "device": "cpu"}
 IMAGES = {"batch_size": 5, "device": "cpu"}
 FEW = {"num_classes": 7, "image_size": 8, "train_size": 64, "eval_size": 24, **IMAGES}
 LITTLE = {"vocab_size": 50, "train_tokens": 1000, "eval_tokens": 100, **TOKENS}
+NUMBERS = {"vocab_size": 90, **TOKENS}
+
+
+def of_items(kind):
+    """What makes the source of a class of data set."""
+    return lambda **more: DatasetSource(kind(), kind(7), **IMAGES | {"num_classes": 5} | more)
+
+
 # Of a folder: what makes the source with these options, seed and batch_size among them.
 SOURCES = {
-    "digits": lambda _: lambda **more: configured("digits", image_size=8, **IMAGES | more),
-    "synthetic images": lambda _: lambda **more: configured("synthetic_images", **FEW | more),
-    "characters": lambda _: lambda **more: configured("docs_text", level="char", **TOKENS | more),
-    "words": lambda _: lambda **more: configured("docs_text", level="word", **TOKENS | more),
-    "synthetic tokens": lambda _: lambda **more: configured("synthetic_tokens", **LITTLE | more),
-    "tokens": lambda _: (
-        lambda **more: TokenSource(
-            torch.arange(90), torch.arange(50), vocab_size=90, **TOKENS | more
-        )
-    ),
-    "data set": lambda _: (
-        lambda **more: DatasetSource(
-            test_own_sources.Noisy(),
-            test_own_sources.Noisy(7),
-            **{**IMAGES, "num_classes": 5, **more},
-        )
-    ),
-    "stream": lambda _: (
-        lambda **more: DatasetSource(
-            test_own_streams.Stream(),
-            test_own_streams.Stream(7),
-            **{**IMAGES, "num_classes": 5, **more},
-        )
-    ),
-    "image folder": lambda root: bound(test_image_folder.source, make_folder(root)),
-    "cifar10": lambda root: bound(
+    "digits": lambda _: partial(configured, "digits", image_size=8, **IMAGES),
+    "synthetic images": lambda _: partial(configured, "synthetic_images", **FEW),
+    "characters": lambda _: partial(configured, "docs_text", level="char", **TOKENS),
+    "words": lambda _: partial(configured, "docs_text", level="word", **TOKENS),
+    "synthetic tokens": lambda _: partial(configured, "synthetic_tokens", **LITTLE),
+    "tokens": lambda _: partial(TokenSource, torch.arange(90), torch.arange(50), **NUMBERS),
+    "data set": lambda _: of_items(test_own_sources.Noisy),
+    "stream": lambda _: of_items(test_own_streams.Stream),
+    "image folder": lambda root: partial(test_image_folder.source, make_folder(root)),
+    "cifar10": lambda root: partial(
         test_cifar10.cifar10, cifar10_folders(root), augmentation="padded_crop", flip=True
     ),
-    "text": lambda root: bound(test_text_source.source, test_text_source.made(root)),
-    "token files": lambda root: bound(test_token_files.source, test_token_files.made(root)),
+    "text": lambda root: partial(test_text_source.source, test_text_source.made(root)),
+    "token files": lambda root: partial(test_token_files.source, test_token_files.made(root)),
 }
 SOURCES = with_extensions("SOURCES", SOURCES, "sources")
-LOADED = [
-    name for name in ("data set", "stream", "image folder", "voc", "speech") if name in SOURCES
-]
+LOADED = [own for own in ("data set", "stream", "image folder", "voc", "speech") if own in SOURCES]
 
 
 def random_states():

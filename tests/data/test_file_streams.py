@@ -23,13 +23,9 @@ def files(tmp_path):
     return [train], token_file(tmp_path / "held_out", range(1000, 1060))
 
 
-def streams_of(
-    train, held_out, batch_size=4, sequence_length=5, seed=0, device="cpu", **windows
-) -> TokenStreams:
-    serving = Serving(batch_size=batch_size, seed=seed, device=device)
-    return TokenStreams(
-        train, held_out, Windows(sequence_length=sequence_length, **windows), serving
-    )
+def streams_of(train, held_out, batch=4, length=5, seed=0, device="cpu", **more) -> TokenStreams:
+    serving = Serving(batch_size=batch, seed=seed, device=device)
+    return TokenStreams(train, held_out, Windows(sequence_length=length, **more), serving)
 
 
 def equal(first, second) -> bool:
@@ -96,9 +92,8 @@ def test_files_in_an_order_of_their_own_each_epoch(tmp_path, monkeypatch, block_
     ends = [-1] * overlap  # the first token of the next file, which must not be read here
     train = [token_file(tmp_path / str(n), [*piece, *ends]) for n, piece in enumerate(pieces)]
     held_out = token_file(tmp_path / "held_out", range(17))
-    streams = streams_of(
-        train, held_out, 4, 3, 9, "cpu", rotate=False, shuffle_files=True, overlap=overlap
-    )
+    own = {"rotate": False, "shuffle_files": True, "overlap": overlap}
+    streams = streams_of(train, held_out, 4, 3, 9, "cpu", **own)
     assert streams.train_tokens == 123
     assert streams.batches_per_epoch == 10  # 123 // 4 = 30 tokens a stream
     orders = set()
@@ -129,18 +124,17 @@ def test_evaluation_on_the_first_tokens(files):
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"sequence_length": 0}, ValueError, "sequence_length=0"),
-        ({"batch_size": 104}, ValueError, "their product is at most 103, the number of training"),
-        ({"batch_size": 26, "sequence_length": 4}, ValueError, "their product is at most 103"),
+        ({"length": 0}, ValueError, "sequence_length=0"),
+        ({"batch": 104}, ValueError, "their product is at most 103, the number of training"),
+        ({"batch": 26, "length": 4}, ValueError, "their product is at most 103"),
         ({"eval_tokens": 16}, DataError, "16 held-out tokens are too few"),
     ],
 )
 def test_refusals(files, change, error, message):
-    sizes = {"batch_size": 4, "sequence_length": 1, "seed": 0, "device": "cpu"}
     with pytest.raises(error, match=message):
-        streams_of(*files, **{**sizes, **change})
+        streams_of(*files, **{"length": 1} | change)
     with pytest.raises(DamagedData, match="nowhere: No such file"):
-        streams_of(files[0], files[1].with_name("nowhere"), **sizes)
+        streams_of(files[0], files[1].with_name("nowhere"))
 
 
 def test_a_folder_that_vanishes_changes_nothing(files, tmp_path, monkeypatch):

@@ -15,7 +15,7 @@ from mprun.data.source import DamagedData
 from mprun.errors import BadInput
 
 from ..helpers import raises_line
-from .made_images import encoded, image, pixels, write
+from .made_images import encoded, image, pixels, saved, write
 
 
 def decoded(content):
@@ -27,12 +27,6 @@ def decoded(content):
 def refused(content, message):
     with raises_line(DamagedData, f"dir/x.jpg: {message}"):
         decode_rgb(content, "dir/x.jpg")
-
-
-def saved(picture, format, **options):
-    stream = io.BytesIO()
-    picture.save(stream, format, **options)
-    return stream.getvalue()
 
 
 ORDINARY = {
@@ -57,9 +51,7 @@ ORDINARY = {
     "pgm": encoded(19, "PPM", "L"),
     "tiff": encoded(20, "TIFF"),
     "gif": encoded(21, "GIF"),
-    "jpeg, two pictures": saved(
-        image(22), "MPO", save_all=True, append_images=[image(23)], quality=90
-    ),
+    "jpeg, two pictures": saved(image(22), "MPO", save_all=True, append_images=[image(23)]),
 }
 
 
@@ -68,10 +60,6 @@ def test_pixels_are_those_of_torchvision(tmp_path, kind):
     # Under a name that says nothing or the wrong thing: the content decides.
     expected = pil_loader(write(tmp_path / "x.jpg", ORDINARY[kind]))
     assert (decoded(ORDINARY[kind]) == np.asarray(expected)).all()
-
-
-def test_a_lossless_picture_comes_back():
-    assert (decoded(encoded(6, "PNG")) == pixels(6)).all()
 
 
 def test_inverted_cmyk_is_inverted_once():
@@ -139,17 +127,13 @@ def test_16_bit_gray_modes_are_all_met():
     assert {"I;16", "I;16B", "I"} <= modes
 
 
-def test_one_bit_becomes_black_and_white():
-    result = decoded(encoded(11, "PNG", "1"))
-    assert set(np.unique(result)) == {0, 255}
-
-
 def test_numbers_without_a_known_range():
-    floats = saved(Image.fromarray(np.ones((4, 4), np.float32)), "TIFF")
-    refused(floats, "has floating-point pixels")
-    for value in (-1, 65536):
-        wide = saved(Image.fromarray(np.full((4, 4), value, np.int32)), "TIFF")
-        refused(wide, "gray values must be from 0 to 65535")
+    for value, dtype, says in (
+        (1, np.float32, "has floating-point pixels"),
+        (-1, np.int32, "gray values must be from 0 to 65535"),
+        (65536, np.int32, "gray values must be from 0 to 65535"),
+    ):
+        refused(saved(Image.fromarray(np.full((4, 4), value, dtype)), "TIFF"), says)
 
 
 @pytest.mark.parametrize("kind", ORDINARY)
@@ -167,19 +151,16 @@ def test_a_truncated_photograph_is_named():
 
 
 def test_no_image_at_all():
-    refused(b"Not an image, but text under its name.\n" * 9, "is not an image of a known format")
-    refused(bytes(10_000), "is not an image of a known format")
+    # The last is of a format that would start another program.
+    postscript = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n"
+    for content in (b"Not an image, but text.\n" * 9, bytes(10_000), postscript):
+        refused(content, "is not an image of a known format")
     refused(b"\xff\xd8\xff\xe0", "")
-    # A format that would start another program.
-    refused(
-        b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "is not an image of a known format"
-    )
 
 
 def test_every_damaged_byte_decodes_or_is_refused():
     """Whatever a flipped byte does to Pillow, it comes out as one kind of error."""
-    content = encoded(30, "PNG")
-    refusals = 0
+    content, refusals = encoded(30, "PNG"), 0
     for at in range(len(content)):
         damaged = bytearray(content)
         damaged[at] ^= 0xFF
@@ -197,9 +178,8 @@ def png_that_claims(width, height):
         return struct.pack(">I", len(content)) + name + content + struct.pack(">I", checksum)
 
     header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + b"".join(
-        chunk(*part) for part in ((b"IHDR", header), (b"IDAT", b""), (b"IEND", b""))
-    )
+    parts = (b"IHDR", header), (b"IDAT", b""), (b"IEND", b"")
+    return b"\x89PNG\r\n\x1a\n" + b"".join(chunk(*part) for part in parts)
 
 
 def test_decompression_bombs():

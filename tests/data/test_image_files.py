@@ -76,9 +76,8 @@ def test_one_folder_is_split_by_the_hash_of_paths(tmp_path):
     assert len(found.train) + len(found.held_out) == 80
     assert set(found.held_out.labels) == {0, 1}
     for split in (found.train, found.held_out):
-        assert [os.path.dirname(name)[-1] for name in names(split)] == [
-            "ab"[label] for label in split.labels
-        ]
+        classes = ["ab"[label] for label in split.labels]
+        assert [os.path.dirname(name)[-1] for name in names(split)] == classes
 
 
 def test_another_file_moves_no_file_between_splits(tmp_path):
@@ -105,12 +104,8 @@ def test_flat_takes_any_depth_and_has_no_labels(tmp_path):
     write(tmp_path / "list_attr.txt", b"side file")
     found = find(tmp_path, layout="flat", eval_share=0.5)
     everything = names(found.train) + names(found.held_out)
-    assert sorted(os.path.relpath(name, tmp_path) for name in everything) == [
-        "1.jpg",
-        "b/4.webp",
-        "x/2.png",
-        "x/y/z/3.JPG",
-    ]
+    paths = sorted(os.path.relpath(name, tmp_path) for name in everything)
+    assert paths == ["1.jpg", "b/4.webp", "x/2.png", "x/y/z/3.JPG"]
     assert found.train.classes == found.held_out.classes == ()
     assert not found.train.labels.any() and found.train.labels.dtype == np.int64
     assert found.ignored == 1
@@ -163,33 +158,25 @@ def test_large_data_are_hashed_by_names_and_sizes(tmp_path):
 
 
 def test_links_are_followed_and_loops_end(tmp_path):
-    split_folders(tmp_path / "data", {"a": 1})
+    root = split_folders(tmp_path / "data", {"a": 1})
     outside = write(tmp_path / "outside.jpg", encoded(5))
     class_folders(tmp_path / "far", {"b": 1})
-    (tmp_path / "data/train/a/link.jpg").symlink_to(outside)
-    (tmp_path / "data/train/a/loop").symlink_to(tmp_path / "data/train/a")
-    (tmp_path / "data/train/a/up").symlink_to(tmp_path / "data/train")
-    (tmp_path / "data/train/a/top").symlink_to(tmp_path / "data")
-    (tmp_path / "data/train/b").symlink_to(tmp_path / "far/b")
-    (tmp_path / "data/val/b").symlink_to(tmp_path / "far/b")
-    found = find(tmp_path / "data")
-    assert [os.path.relpath(name, tmp_path / "data") for name in names(found.train)] == [
-        "train/a/0000.jpg",
-        "train/a/link.jpg",
-        "train/b/0000.jpg",
-    ]
-    assert found.train.read(1) == outside.read_bytes()
+    for link, to in (
+        *(("train/a/link.jpg", outside), ("train/b", tmp_path / "far/b")),
+        *(("train/a/loop", root / "train/a"), ("train/a/up", root / "train")),
+        *(("train/a/top", root), ("val/b", tmp_path / "far/b")),
+    ):
+        (root / link).symlink_to(to)
+    train = find(root).train
+    paths = [os.path.relpath(name, root) for name in names(train)]
+    assert paths == ["train/a/0000.jpg", "train/a/link.jpg", "train/b/0000.jpg"]
+    assert train.read(1) == outside.read_bytes()
 
 
 def test_names_that_are_no_utf8_or_hold_a_line_break(tmp_path):
-    split_folders(tmp_path, {"a": 1})
-    folder = os.fsencode(tmp_path / "train/a")
+    folder = split_folders(tmp_path, {"a": 1}) / "train/a"
     for name in (b"\xff.jpg", b"two\nlines.jpg"):
-        with open(os.path.join(folder, name), "wb") as file:
-            file.write(encoded(3))
+        write(folder / os.fsdecode(name), encoded(3))
     train = find(tmp_path).train
-    assert names(train)[1:] == [
-        f"{tmp_path}/train/a/two\\nlines.jpg",
-        f"{tmp_path}/train/a/\\xff.jpg",
-    ]
+    assert names(train)[1:] == [f"{folder}/two\\nlines.jpg", f"{folder}/\\xff.jpg"]
     assert train.read(1) == train.read(2) == encoded(3)

@@ -6,17 +6,17 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torchvision import transforms
 from torchvision.transforms import functional as F
 
 from mprun.data.augmentation import draws, imagenet_constants, normalise, random_resized_box
 from mprun.data.image_folder import ImageFolder
 from mprun.data.source import permutation
 
-from ..helpers import configured
+from ..helpers import assert_same_bits, configured
 from .made_images import make_folder, picture
 
 CPU = torch.device("cpu")
+IMAGENET = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,7 @@ def source(folder, **more) -> ImageFolder:
 
 
 def files(folder, split: str) -> list:
-    return [path for path in sorted((folder / split).rglob("*.jpg"))]
+    return sorted((folder / split).rglob("*.jpg"))
 
 
 def test_a_training_batch_is_torchvisions_for_the_same_boxes(folder):
@@ -45,29 +45,20 @@ def test_a_training_batch_is_torchvisions_for_the_same_boxes(folder):
         left, top, right, bottom = random_resized_box(*full.size, draw)
         expected = F.resized_crop(full, top, left, bottom - top, right - left, [16, 16])
         expected = F.hflip(expected) if draw[0] < 0.5 else expected
-        expected = F.normalize(F.to_tensor(expected), [0.485, 0.456, 0.406], [0.229, 0.224, 0.225])
+        expected = F.normalize(F.to_tensor(expected), *IMAGENET)
         torch.testing.assert_close(image, expected, rtol=0, atol=2 * 2.0**-21)
         assert label == int(names[place].parent.name[-1])
 
 
 def test_evaluation_is_torchvisions(folder):
-    recipe = transforms.Compose(
-        [
-            transforms.Resize(18),
-            transforms.CenterCrop(16),
-            transforms.ToTensor(),
-            transforms.Normalize([0.485, 0.456, 0.406], [0.229, 0.224, 0.225]),
-        ]
-    )
     names = files(folder, "val")
-    images = [Image.open(name).convert("RGB") for name in names]
+    images = [F.center_crop(F.resize(Image.open(n).convert("RGB"), [18]), [16]) for n in names]
     batches = list(source(folder, batch_size=4).eval_batches())
     assert [len(labels) for _, labels in batches] == [4, 4, 2]
-    expected = torch.stack([recipe(image) for image in images])
-    found = torch.cat([images for images, _ in batches])
+    found, labels = map(torch.cat, zip(*batches, strict=True))
+    expected = F.normalize(torch.stack([*map(F.to_tensor, images)]), *IMAGENET)
     torch.testing.assert_close(found, expected, rtol=0, atol=2 * 2.0**-21)
-    labels = [int(name.parent.name[-1]) for name in names]
-    assert torch.cat([labels for _, labels in batches]).tolist() == labels
+    assert labels.tolist() == [int(name.parent.name[-1]) for name in names]
 
 
 def test_value_ranges_by_hand():
@@ -134,20 +125,19 @@ def test_on_cuda_the_same_bits_one_batch_ahead(folder, workers):
     """Subtraction and division round once on every device."""
     there, here = source(folder, device="cuda", workers=workers), source(folder)
     for index in (0, 1, 2, 3, 4, 9, 9, 8, 10):
-        found, expected = there.train_batch(index), here.train_batch(index)
-        assert torch.equal(found[0].cpu(), expected[0]) and torch.equal(found[1].cpu(), expected[1])
+        found = [part.cpu() for part in there.train_batch(index)]
+        assert_same_bits(found, [*here.train_batch(index)])
     for found, expected in zip(there.eval_batches(), here.eval_batches(), strict=True):
-        assert torch.equal(found[0].cpu(), expected[0]) and torch.equal(found[1].cpu(), expected[1])
+        assert_same_bits([part.cpu() for part in found], [*expected])
     there.close()
 
 
 @pytest.mark.gpu
 def test_on_cuda_waiting_is_seen_where_the_loader_is_slow_and_only_there(tmp_path):
-    for number in range(20):
-        for split in ("train", "val"):
-            path = tmp_path / split / "class0" / f"{number}.png"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            picture(number, 600, 600).save(path)
+    for split in ("train", "val"):
+        (tmp_path / split / "class0").mkdir(parents=True)
+        for number in range(20):
+            picture(number, 600, 600).save(tmp_path / split / "class0" / f"{number}.png")
     slow = source(tmp_path, device="cuda")
     work = torch.randn(4096, 4096, device="cuda")
     for steps_of_work, bound in ((0, True), (400, False)):

@@ -12,21 +12,15 @@ from mprun.data.image_store import load_digits
 from ..helpers import configured
 
 
-def digits(seed=0, batch_size=100, image_size=8, channels=1, value_range="tanh"):
-    return configured(
-        "digits",
-        image_size=image_size,
-        batch_size=batch_size,
-        seed=seed,
-        device="cpu",
-        channels=channels,
-        value_range=value_range,
-    )
+def digits(**changes):
+    own = {"image_size": 8, "channels": 1, "value_range": "tanh"}
+    own |= {"batch_size": 100, "seed": 0, "device": "cpu"}
+    return configured("digits", **own | changes)
 
 
-def synthetic(seed=0, batch_size=10, **kwargs):
+def synthetic(batch_size=10, **changes):
     sizes = {"num_classes": 7, "image_size": 8, "train_size": 64, "eval_size": 24}
-    given = {"batch_size": batch_size, "seed": seed, "device": "cpu"} | kwargs
+    given = {"batch_size": batch_size, "seed": 0, "device": "cpu"} | changes
     return configured("synthetic_images", **sizes, **given)
 
 
@@ -35,33 +29,29 @@ def stored_bytes(images):
     return ((images + 1) * 8).to(torch.uint8)
 
 
-def rows(images):
-    return [bytes(image.flatten().tolist()) for image in stored_bytes(images)]
+def samples(images, labels):
+    """Each image as bytes with its label, sorted."""
+    return sorted(
+        (bytes(i.flatten().tolist()), int(k)) for i, k in zip(images, labels, strict=True)
+    )
+
+
+def shown(batches):
+    images, labels = map(torch.cat, zip(*batches, strict=True))
+    return samples(stored_bytes(images), labels)
 
 
 def test_an_epoch_shows_every_training_digit_once_and_evaluation_the_rest_once():
-    source = digits(batch_size=1437)
-    assert source.batches_per_epoch == 1
-    train = rows(source.train_batch(0)[0])
-    assert sorted(train) == sorted(rows(source.train_batch(1)[0]))
-    batches = [images for images, _ in digits(batch_size=100).eval_batches()]
-    assert [len(images) for images in batches] == [100, 100, 100, 60]
-    held_out = [row for images in batches for row in rows(images)]
+    """With their labels. Equal as multisets: so both splits are disjoint and nothing is lost."""
+    source = digits(batch_size=479)
+    assert source.batches_per_epoch == 3
+    train, again = (shown([source.train_batch(i + k) for k in range(3)]) for i in (0, 3))
+    assert train == again
+    batches = list(digits().eval_batches())
+    assert [len(images) for images, _ in batches] == [100, 100, 100, 60]
+    held_out = shown(batches)
     assert (len(train), len(held_out)) == (1437, 360)
-    everything = [bytes(image.flatten().tolist()) for image in load_digits()[0]]
-    # Equal as multisets: so the two splits are disjoint and nothing is lost.
-    assert sorted(train + held_out) == sorted(everything)
-
-
-def test_labels_stay_with_their_images():
-    original = {
-        bytes(image.flatten().tolist()): int(label)
-        for image, label in zip(*load_digits(), strict=True)
-    }
-    source = digits()
-    batches = [source.train_batch(i) for i in range(source.batches_per_epoch)]
-    for images, labels in [*batches, *source.eval_batches()]:
-        assert [original[row] for row in rows(images)] == labels.tolist()
+    assert sorted(train + held_out) == samples(*load_digits())
 
 
 def test_shapes_dtypes_and_channels():
@@ -70,9 +60,7 @@ def test_shapes_dtypes_and_channels():
     assert (images.shape, images.dtype) == ((3, 3, 32, 32), torch.float32)
     assert (labels.shape, labels.dtype) == ((3,), torch.int64)
     assert torch.equal(images[:, 0], images[:, 1]) and torch.equal(images[:, 0], images[:, 2])
-    assert images.is_contiguous()
-    assert source.samples_per_batch == 3
-    assert source.num_classes == 10
+    assert images.is_contiguous() and (source.samples_per_batch, source.num_classes) == (3, 10)
 
 
 def test_enlarging_is_bilinear():
@@ -109,15 +97,12 @@ def test_values_of_every_range(value_range, mean, spread, unit):
 
 def test_hash_is_of_the_raw_content():
     train, held_out = digits(batch_size=1437), digits(batch_size=360)
-    images, labels = train.train_batch(0)
     # Undo the run's order to get the stored one.
     back = torch.argsort(permutation(0, 0, 1437))
+    stored = [part[back] for part in train.train_batch(0)]
     digest = hashlib.sha256()
-    digest.update(stored_bytes(images[back]).numpy().tobytes())
-    digest.update(labels[back].numpy().tobytes())
-    for images, labels in held_out.eval_batches():
-        digest.update(stored_bytes(images).numpy().tobytes())
-        digest.update(labels.numpy().tobytes())
+    for images, labels in (stored, *held_out.eval_batches()):
+        digest.update(stored_bytes(images).numpy().tobytes() + labels.numpy().tobytes())
     assert train.sha256 == held_out.sha256 == digest.hexdigest()
     assert synthetic().sha256 != synthetic(channels=1).sha256
 

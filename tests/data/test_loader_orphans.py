@@ -24,15 +24,11 @@ PROGRAM = """
 
 
 def start_program(tmp_path) -> tuple[subprocess.Popen, list[int]]:
-    folder = make_folder(tmp_path / "data")
     script = tmp_path / "program.py"
     script.write_text(textwrap.dedent(PROGRAM))
-    process = subprocess.Popen(
-        [sys.executable, str(script), str(folder)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    command = [sys.executable, str(script), str(make_folder(tmp_path / "data"))]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = subprocess.Popen(command, text=True, **pipes)
     return process, [int(pid) for pid in process.stdout.readline().split()]
 
 

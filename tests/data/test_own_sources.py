@@ -105,14 +105,8 @@ def test_bytes_become_floats_on_the_device():
 def test_the_record_says_what_the_hash_covers():
     small = source(Noisy())
     assert small.description == {
-        "name": "Noisy",
-        "train_samples": 20,
-        "eval_samples": 7,
-        "num_classes": 5,
-        "channels": 2,
-        "image_height": 4,
-        "image_width": 4,
-        "image_size": 4,
+        **{"name": "Noisy", "train_samples": 20, "eval_samples": 7, "num_classes": 5},
+        **{"channels": 2, "image_height": 4, "image_width": 4, "image_size": 4},
         "sha256_covers": "20 of 20 train and 7 of 7 held_out items",
     }
     large = source(Noisy(200))

@@ -42,10 +42,8 @@ def test_decoded_pixels_are_kept_and_used(root, cache):
     path.write_bytes(encoded(77, size=(32, 32)))
     changed = read_cifar10(str(root)).train.images != first.train.images
     # One image alone, the fourth cat of six.
-    assert changed.reshape(60, -1).any(axis=1).nonzero()[0].tolist() == [
-        CLASSES.index("cat") * 6 + 3
-    ]
-    assert len(entries(cache)) == 2
+    places = changed.reshape(60, -1).any(axis=1).nonzero()[0].tolist()
+    assert places == [CLASSES.index("cat") * 6 + 3] and len(entries(cache)) == 2
 
 
 def test_a_damaged_cache_is_made_again(root, cache):

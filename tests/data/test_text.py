@@ -15,24 +15,19 @@ from mprun.data.token_streams import EVAL_STREAMS, TokenStreams, Windows
 from ..helpers import configured
 
 
-def sizes(batch_size, sequence_length, seed):
-    return {
-        "batch_size": batch_size,
-        "sequence_length": sequence_length,
-        "seed": seed,
-        "device": "cpu",
-    }
+def source(name, batch_size, sequence_length, **changes):
+    sizes = {"batch_size": batch_size, "sequence_length": sequence_length}
+    return configured(name, **sizes, **{"seed": 0, "device": "cpu"} | changes)
 
 
-def docs(level="char", batch_size=8, sequence_length=16, seed=0, **kwargs):
-    given = sizes(batch_size, sequence_length, seed) | kwargs
-    return configured("docs_text", level=level, **given)
+def docs(level="char", batch_size=8, sequence_length=16, **changes):
+    return source("docs_text", batch_size, sequence_length, level=level, **changes)
 
 
-def numbered(n=103, held_out=40, batch_size=4, sequence_length=5, seed=0):
+def numbered(n, held_out, batch_size, sequence_length):
     """Streams over tokens that are their own positions; the held-out ones start at 1,000."""
     train, rest = torch.arange(n), torch.arange(1000, 1000 + held_out)
-    serving = Serving(batch_size=batch_size, seed=seed, device=torch.device("cpu"))
+    serving = Serving(batch_size=batch_size, seed=0, device=torch.device("cpu"))
     return TokenStreams([train], rest, Windows(sequence_length=sequence_length), serving)
 
 
@@ -57,15 +52,18 @@ def held_out_tokens(source) -> list[str]:
     return [source.vocabulary[i] for i in streams.tolist()]
 
 
-@pytest.mark.parametrize("level", ["char", "word"])
-def test_tokens_are_those_of_the_text(level):
-    source = docs(level)
+@pytest.mark.parametrize(("level", "batch_size"), [("char", 8), ("word", 3)])
+def test_tokens_are_those_of_the_text(level, batch_size):
+    """Those held out in streams of their own, whatever the batch of training."""
+    text = docs(level, batch_size)
     train, held_out = map(split_words if level == "word" else list, split_text(load_text()))
-    known = set(source.vocabulary)
+    about = text.description
+    assert (about["train_samples"], about["eval_samples"]) == (len(train), len(held_out))
+    known = set(text.vocabulary)
     assert known - {"<unk>"} == set(train)
     # Held-out tokens that training never saw are <unk>, all others as they are.
     wanted = [token if token in known else "<unk>" for token in held_out]
-    assert held_out_tokens(source) == wanted[(len(wanted) - 1) % EVAL_STREAMS : -1]
+    assert held_out_tokens(text) == wanted[(len(wanted) - 1) % EVAL_STREAMS : -1]
 
 
 def test_words_by_hand():
@@ -79,31 +77,26 @@ def test_words_by_hand():
     ("limit", "multiple", "size"), [(1000, 8, 1000), (1001, 8, 1008), (999, 1, 999)]
 )
 def test_vocabulary_limit_and_padding(limit, multiple, size):
-    source = docs("word", vocab_limit=limit, vocab_multiple=multiple)
-    assert len(source.vocabulary) == limit
-    assert source.vocab_size == size
-    tokens = torch.cat([source.train_batch(i)[1].flatten() for i in range(50)])
-    assert tokens.max() < limit
+    text = docs("word", vocab_limit=limit, vocab_multiple=multiple)
+    assert (len(text.vocabulary), text.vocab_size) == (limit, size)
+    assert max(text.train_batch(i)[1].max() for i in range(50)) < limit
 
 
 def test_training_batches_against_the_text_itself():
-    source = docs(batch_size=4, sequence_length=50)
-    text = split_text(load_text())[0]
+    made, text = docs(batch_size=4, sequence_length=50), split_text(load_text())[0]
     ring = text + text[:5000]
-    for index in (0, 1, source.batches_per_epoch - 1, source.batches_per_epoch + 2):
-        tokens, targets = source.train_batch(index)
+    for index in (0, 1, made.batches_per_epoch - 1, made.batches_per_epoch + 2):
+        tokens, targets = made.train_batch(index)
         assert tokens.shape == targets.shape == (50, 4)
-        for column in range(4):
-            piece = [*tokens[:, column].tolist(), targets[-1, column].item()]
-            assert "".join(source.vocabulary[i] for i in piece) in ring
+        for piece in torch.cat([tokens, targets[-1:]]).t().tolist():
+            assert "".join(made.vocabulary[i] for i in piece) in ring
 
 
 @pytest.mark.parametrize("sequence_length", [1, 5, 7, 100])
 @pytest.mark.parametrize("held_out", [EVAL_STREAMS + 1, 40, 1000])
 @pytest.mark.few
 def test_evaluation_predicts_every_token_once(held_out, sequence_length):
-    source = numbered(n=500, held_out=held_out, batch_size=3, sequence_length=sequence_length)
-    batches = list(source.eval_batches())
+    batches = list(numbered(500, held_out, 3, sequence_length).eval_batches())
     assert all(b[0].shape[1] == EVAL_STREAMS for b in batches)
     assert all(len(b[0]) == sequence_length for b in batches[:-1])
     targets = sorted(torch.cat([b[1].flatten() for b in batches]).tolist())
@@ -112,33 +105,18 @@ def test_evaluation_predicts_every_token_once(held_out, sequence_length):
     assert targets == list(range(1000 + left_out + 1, 1000 + held_out))
 
 
-def test_evaluation_does_not_depend_on_the_training_batch():
-    first = torch.cat([b[1] for b in docs(batch_size=2, sequence_length=16).eval_batches()])
-    other = torch.cat([b[1] for b in docs(batch_size=9, sequence_length=33).eval_batches()])
-    assert torch.equal(first, other)
-
-
 def test_synthetic_tokens():
-    source = configured(
-        "synthetic_tokens", vocab_size=50, train_tokens=1000, eval_tokens=100, **sizes(4, 10, 0)
-    )
-    tokens, targets = source.train_batch(0)
+    given = {"vocab_size": 50, "train_tokens": 1000, "eval_tokens": 100}
+    made = source("synthetic_tokens", 4, 10, **given)
+    tokens, targets = made.train_batch(0)
     assert tokens.shape == targets.shape == (10, 4)
-    assert source.samples_per_batch == 40
-    assert (source.description["name"], source.description["vocab_size"]) == (
-        "synthetic_tokens",
-        50,
-    )
-    seen = torch.cat([source.train_batch(i)[0].flatten() for i in range(25)])
+    about = made.description
+    assert (about["name"], about["vocab_size"]) == ("synthetic_tokens", 50)
+    assert made.samples_per_batch == 40
+    seen = torch.cat([made.train_batch(i)[0].flatten() for i in range(25)])
     # 1,000 uniform draws of 50: each 20 +- 4.4; five standard deviations.
     assert (torch.bincount(seen, minlength=50) - 20).abs().max() < 22
     assert seen.max() < 50
-
-
-def test_the_description_counts():
-    text = split_text(load_text())
-    assert docs().description["train_samples"] == len(text[0])
-    assert docs().description["eval_samples"] == len(text[1])
 
 
 def test_missing_pydoc_data_is_said(monkeypatch):

@@ -42,9 +42,8 @@ def test_only_the_splits_asked_for_are_needed(tmp_path):
         find_text_files(tmp_path, ("train", "valid"))
     assert caught.type is DataError and str(caught.value) == (
         f"data.root={tmp_path}: has no valid split: its file must be one of wiki.valid.tokens, "
-        "wiki.valid.raw, "
-        "ptb.valid.txt, valid.txt, valid.tokens (or validation, val, dev for valid); found "
-        "test.txt, train.txt"
+        "wiki.valid.raw, ptb.valid.txt, valid.txt, valid.tokens (or validation, val, dev for "
+        "valid); found test.txt, train.txt"
     )
 
 
@@ -62,8 +61,7 @@ def test_only_the_splits_asked_for_are_needed(tmp_path):
     ],
 )
 def test_what_is_not_clear(tmp_path, names, says):
-    for name in names:
-        (tmp_path / name).mkdir() if name.endswith("/") else made(tmp_path, name)
+    made(tmp_path, *names)
     with raises_line(DamagedData, f"{tmp_path}: ", says):
         find_text_files(tmp_path, ("train", "valid"))
     with raises_line(DamagedData, "nowhere: No such file or directory"):

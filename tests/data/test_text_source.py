@@ -46,13 +46,11 @@ def test_by_hand(folder):
     assert text.vocab_size == 8
     wanted = [2, 3, 4, 2, 1, 1, 5, 2, 4, 5, 2, 5, 3, 1, 3, 6, 4, 3, 2, 1]
     assert text.batches_per_epoch == 2  # 20 tokens in 2 streams of 10
-    for batch, (first, second) in enumerate([(0, 10), (4, 14)]):
+    for batch, starts in enumerate([(0, 10), (4, 14)]):
         tokens, targets = text.train_batch(batch)
-        assert tokens.t().tolist() == [wanted[first : first + 4], wanted[second : second + 4]]
-        assert targets.t().tolist() == [
-            wanted[first + 1 : first + 5],
-            wanted[second + 1 : second + 5],
-        ]
+        for stream, start in enumerate(starts):
+            assert tokens[:, stream].tolist() == wanted[start : start + 4]
+            assert targets[:, stream].tolist() == wanted[start + 1 : start + 5]
     # 32 tokens, 31 targets: 15 are left out, then 16 streams of 1 from token 15 to 30.
     assert held_out(text) == ([4, 0, 2, 1, 0, 0, 6, 1] * 4)[15:31]
     lines = " ".join(text.vocabulary[i] for i in wanted).replace("<eos>", "\n")
@@ -61,11 +59,9 @@ def test_by_hand(folder):
     assert (about["files"], about["train_samples"]) == ("train.txt, valid.txt", 20)
     assert (about["eval_samples"], about["eval_streams"]) == (32, 16)
     assert (about["vocab_entries"], about["vocab_size"]) == (7, 8)
-    hashes = [
-        hashlib.sha256((folder / name).read_bytes()).hexdigest()
-        for name in ("train.txt", "valid.txt")
-    ]
-    assert text.sha256 == hashlib.sha256("".join(hashes).encode()).hexdigest()
+    files = folder / "train.txt", folder / "valid.txt"
+    hashes = "".join(hashlib.sha256(path.read_bytes()).hexdigest() for path in files)
+    assert text.sha256 == hashlib.sha256(hashes.encode()).hexdigest()
 
 
 def test_limit_and_case(folder):
@@ -122,20 +118,21 @@ def test_passes_over_a_large_file_are_announced(folder, capfd, monkeypatch):
 )
 def test_bad_files_end_a_run_with_one_line(folder, tmp_path, capsys, name, content, message):
     (folder / name).write_bytes(content)
-    cache = tmp_path / "cache"
-    command = ["data=text", f"data.root={folder}", f"data.cache={cache}", "model=lstm_lm"]
-    command += [f"output_root={tmp_path}/runs", "device=cpu"]
-    refused(capsys, *command, says=(f"mprun: {folder}", message), code=4)
-    assert not (tmp_path / "runs").exists()
-    assert not list(cache.glob(".*"))
+    command_refused(capsys, folder, (f"mprun: {folder}", message), code=4)
+    assert not list((tmp_path / "cache").glob(".*"))
 
 
-def test_a_folder_that_lacks_a_split_is_bad_input_not_damage(folder, tmp_path, capsys):
+def test_a_folder_that_lacks_a_split_is_bad_input_not_damage(folder, capsys):
     (folder / "valid.txt").unlink()
-    command = ["data=text", f"data.root={folder}", f"data.cache={tmp_path}/c", "model=lstm_lm"]
-    command += [f"output_root={tmp_path}/runs", "device=cpu"]
-    refused(capsys, *command, says=f"mprun: data.root={folder}: has no valid split", code=2)
-    assert not (tmp_path / "runs").exists()
+    command_refused(capsys, folder, f"mprun: data.root={folder}: has no valid split", code=2)
+
+
+def command_refused(capsys, folder, says, code):
+    """A run that reads the folder ends before it has a folder of its own."""
+    above = folder.parent
+    command = ["data=text", f"data.root={folder}", f"data.cache={above}/cache", "model=lstm_lm"]
+    refused(capsys, *command, f"output_root={above}/runs", "device=cpu", says=says, code=code)
+    assert not (above / "runs").exists()
 
 
 def test_a_folder_and_a_cache_that_are_none(folder):

@@ -27,9 +27,9 @@ def write(path, tokens, head=None, dtype="<u2"):
     path.write_bytes((b"" if head is None else header(head)) + tokens)
 
 
-def made(root):
-    write(root / "train.bin", TRAIN)
-    write(root / "val.bin", HELD_OUT)
+def made(root, dtype="<u2"):
+    write(root / "train.bin", TRAIN, dtype=dtype)
+    write(root / "val.bin", HELD_OUT, dtype=dtype)
     return root
 
 
@@ -41,21 +41,16 @@ def folder(tmp_path):
 @pytest.fixture
 def shards(tmp_path):
     """llm.c's: two for training, in the order of their names."""
-    for name, tokens in (
-        ("fineweb_train_000002.bin", TRAIN[60:]),
-        ("fineweb_train_000001.bin", TRAIN[:60]),
-        ("fineweb_val_000000.bin", HELD_OUT),
-    ):
-        write(tmp_path / name, tokens, head=(20240520, 1, len(tokens)))
+    parts = {"train_000002": TRAIN[60:], "train_000001": TRAIN[:60], "val_000000": HELD_OUT}
+    for name, tokens in parts.items():
+        write(tmp_path / f"fineweb_{name}.bin", tokens, head=(20240520, 1, len(tokens)))
     return tmp_path
 
 
 @pytest.fixture
 def wide(tmp_path):
     """Tokens of four bytes, as of a vocabulary of 128,256."""
-    write(tmp_path / "train.bin", TRAIN, dtype="<u4")
-    write(tmp_path / "val.bin", HELD_OUT, dtype="<u4")
-    return tmp_path
+    return made(tmp_path, "<u4")
 
 
 @pytest.fixture
@@ -126,35 +121,33 @@ def test_a_token_beyond_the_vocabulary_is_named_where_it_is_read(folder):
 
 
 @pytest.mark.parametrize(
-    ("damage", "says"),
+    ("written", "says"),
     [
         (
-            lambda root: write(root / "train.bin", TRAIN, (20240520, 1, 104)),
+            ("train.bin", TRAIN, (20240520, 1, 104)),
             "103 tokens, but its header (version 1) says 104",
         ),
         (
-            lambda root: write(root / "train.bin", TRAIN, (20240520, 2, 103)),
+            ("train.bin", TRAIN, (20240520, 2, 103)),
             "train.bin: a header with magic number 20240520 must have 1024 bytes and version 1,",
         ),
         (
-            lambda root: (root / "val.bin").write_bytes(np.array([20240520, 1, 9], "<i4")),
+            ("val.bin", [20240520, 1, 9], None, "<i4"),
             "and version 1, but the file has 12 bytes and version 1",
         ),
-        (
-            lambda root: (root / "val.bin").write_bytes(b"\x01\x00\x02"),
-            "val.bin: an odd number of bytes (3)",
-        ),
-        (lambda root: write(root / "val.bin", []), "val.bin: no token"),
-        (
-            lambda root: write(root / "a_val_0.bin", HELD_OUT),
-            "contains both of val.bin and *_val_*.bin, must contain one",
-        ),
+        (("val.bin", [1, 0, 2], None, "u1"), "val.bin: an odd number of bytes (3)"),
+        (("val.bin", []), "val.bin: no token"),
+        (("a_val_0.bin", HELD_OUT), "contains both of val.bin and *_val_*.bin, must contain one"),
     ],
 )
-def test_damaged_files_are_refused(folder, damage, says):
-    damage(folder)
+def test_damaged_files_are_refused(folder, written, says):
+    name, *content = written
+    write(folder / name, *content)
     with raises_line(DamagedData, says):
         source(folder)
+
+
+REST = bytes(range(200))
 
 
 def saved(write_to, *arguments):
@@ -171,11 +164,8 @@ def saved(write_to, *arguments):
         (gzip.compress(TRAIN.astype("<u2").tobytes()), "a gzip archive"),
         ("Größe, in the words of a text that is no file of tokens. ".encode() * 40, "a text"),
         # llm.c's weights of a network, and big-endian tokens with its header.
-        (
-            header((20240326, 3, 1024, 50257, 12, 12, 768)) + bytes(range(200)),
-            "a file with a header",
-        ),
-        (header((20240520, 1, 100), ">i4") + bytes(range(200)), "a file with a header of magic "),
+        (header((20240326, 3, 1024, 50257, 12, 12, 768)) + REST, "a file with a header"),
+        (header((20240520, 1, 100), ">i4") + REST, "a file with a header of magic "),
     ],
 )
 def test_what_is_no_file_of_tokens_is_refused_by_name(folder, content, what):
@@ -219,9 +209,8 @@ def test_what_four_bytes_alone_can_hold(wide):
             source(wide, dtype="int32", rotate=False).train_batch(index)
     write(wide / "val.bin", HELD_OUT)
     write(wide / "train.bin", TRAIN, (20240801, 7, 103), "<u4")
-    with raises_line(
-        DamagedData, "val.bin: its tokens must have the same width as those of train.bin"
-    ):
+    same = "val.bin: its tokens must have the same width as those of train.bin"
+    with raises_line(DamagedData, same):
         source(wide)
 
 
@@ -243,10 +232,10 @@ def test_a_folder_without_a_split_is_the_wrong_one(folder):
 )
 def test_a_run_reads_them_or_ends_with_one_line(folder, tmp_path, capsys, words, code, says):
     write(folder / "train.bin", np.arange(2000) % 60)
-    network = ["model=gpt", "model.hidden_size=8", "model.num_layers=1", "model.num_heads=2"]
-    data = ["data=token_files", f"data.root='{folder}'"]
-    sizes = ["data.batch_size=2", "data.sequence_length=8", "train.steps=2"]
-    assert run(tmp_path / "run", *ONE_CORE, *network, *data, *sizes, *words) == code
+    given = ["model=gpt", "model.hidden_size=8", "model.num_layers=1", "model.num_heads=2"]
+    given += ["data=token_files", f"data.root='{folder}'", "data.batch_size=2"]
+    given += ["data.sequence_length=8", "train.steps=2", *words]
+    assert run(tmp_path / "run", *ONE_CORE, *given) == code
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("mprun: ")]
     if code:  # a run that began has a line before it, of how to go on
         assert len(lines) == (2 if code == 4 else 1) and says in lines[-1]

@@ -50,28 +50,10 @@ def test_words_by_hand(tmp_path, content, words):
         assert read(tmp_path / "text", content, block=block) == words
 
 
-@given(
-    st.lists(
-        st.sampled_from(
-            [
-                "a",
-                "ß",
-                "日本",
-                "𝄞",
-                " ",
-                "  ",
-                "\t",
-                "\n",
-                "\r\n",
-                "\u3000",
-                "\x1c",
-                "\x0b",
-                "x" * 9,
-            ]
-        )
-    ),
-    st.integers(3, 40),
-)
+PIECES = ["a", "ß", "日本", "𝄞", " ", "  ", "\t", "\n", "\r\n", "\u3000", "\x1c", "\x0b", "x" * 9]
+
+
+@given(st.lists(st.sampled_from(PIECES)), st.integers(3, 40))
 def test_any_text_in_any_block_as_line_by_line(tmp_path_factory, pieces, block):
     path = tmp_path_factory.getbasetemp() / "words"
     content = ("w " + "".join(pieces)).encode()
