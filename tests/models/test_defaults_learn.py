@@ -63,20 +63,12 @@ def test_a_model_alone_learns(model, precision, tmp_path):
 @pytest.mark.long
 @pytest.mark.parametrize("precision", ["fp32", "amp"])
 def test_dcgan_s_samples_come_closer_to_the_data_than_noise(precision, tmp_path):
-    metric = "compare.metric=sliced_wasserstein"
-    command = ["model=dcgan", f"precision={precision}", metric]
+    command = ["model=dcgan", f"precision={precision}", "compare.metric=sliced_wasserstein"]
     begun = trained(tmp_path / "begun", *command, "train.steps=1")[-1]["sliced_wasserstein"]
     ended = trained(tmp_path / "ended", *command)[-1]["sliced_wasserstein"]
     data = compose_config(["model=dcgan"]).config.data
-    digits = configured(
-        "digits",
-        image_size=data.image_size,
-        batch_size=360,
-        seed=0,
-        device="cpu",
-        value_range=data.value_range,
-    )
-    (real, _), *_ = digits.eval_batches()
+    own = {"image_size": data.image_size, "value_range": data.value_range, "batch_size": 360}
+    (real, _), *_ = configured("digits", seed=0, device="cpu", **own).eval_batches()
     noise = torch.rand(real.shape, generator=torch.Generator().manual_seed(0)) * 2 - 1
     of_noise = SampleDistance(data.image_size, 3, "cpu")([real], [noise])
     assert ended < 0.6 * begun and ended < of_noise / 4

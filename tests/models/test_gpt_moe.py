@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-from mprun.assembly.data import arguments_of
 from mprun.config.compose import compose_config
 from mprun.errors import BadInput
 from mprun.models.gpt import Parts
@@ -14,7 +13,7 @@ from mprun.models.gpt_moe import Choice, Experts, GPTMoE, Mixing, Mixture
 from mprun.numerics.operations import FirstStep
 
 from ..helpers import TINY_MOE, raises_line
-from .test_gpt import hugging_face, logits_of_both, random_vectors, take_over
+from . import test_gpt as dense
 
 WIDTH, ROWS = 16, 37
 FORMS = {
@@ -54,9 +53,8 @@ def by_the_equations(model, row):
     ranked = sorted(range(len(scores)), key=lambda e: -(scores + bias)[e].item())
     chosen = ranked[: mixing.top_k]
     total = sum(scores[e] for e in chosen) if mixing.renormalise else 1
-    found = sum(
-        scores[e] / total * gated(row, experts.inputs[e], experts.output[e]) for e in chosen
-    )
+    outputs = {e: gated(row, experts.inputs[e], experts.output[e]) for e in chosen}
+    found = sum(scores[e] / total * output for e, output in outputs.items())
     if model.shared is not None:
         shared = gated(row, model.shared.inputs.weight, model.shared.output.weight)
         if model.gate is not None:
@@ -80,14 +78,6 @@ def test_equals_the_equations(options):
         expected += count / (top_k * ROWS) * loads[-1] * mean
     assert loss.item() == pytest.approx(expected, rel=1e-12)
     assert model.router.choice.load.tolist() == loads
-
-
-def test_the_loss_of_even_routing_is_1():
-    """Every expert has as many rows, and a mean share of the scores of 1 / experts."""
-    choice = Choice(Mixing(num_experts=4, top_k=1))
-    _, chosen, counts, loss = choice(torch.eye(4).repeat(3, 1))
-    assert chosen.flatten().tolist() == [0, 1, 2, 3] * 3 and counts.tolist() == [3, 3, 3, 3]
-    assert loss.item() == pytest.approx(1.0, rel=2**-22)
 
 
 def test_both_forms_have_the_same_gradients():
@@ -172,22 +162,11 @@ def test_the_start_and_the_dense_layers():
             assert own.std().item() == pytest.approx(expected, rel=0.1), name
 
 
-def test_the_counts_of_the_option():
-    config = compose_config(["model=gpt_moe"], files=False).config.model
-    with torch.device("meta"):
-        more = {"vocab_size": 104, "context_length": 64}
-        network = GPTMoE(**arguments_of(GPTMoE, config) | more)
-    # Attention as of gpt_llama, two norms of heads; 8 experts of three matrices, and the router.
-    block = 128 * (128 + 2 * 64) + 128 * 128 + 2 * 32 + 2 * 128 + 8 * 3 * 128 * 192 + 8 * 128
-    assert sum(p.numel() for p in network.parameters()) == 104 * 128 + 2 * block + 128
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("capacity", ["null", "2.0"])
 def test_products_of_the_chosen_experts_are_counted(build_run, capacity):
     """A token costs the products of two experts, of eight; a place costs them, taken or not."""
-    words = [*TINY_MOE, f"model.capacity={capacity}", "precision=fp8_rowwise"]
-    built = build_run(*words)
+    built = build_run(*TINY_MOE, f"model.capacity={capacity}", "precision=fp8_rowwise")
     with FirstStep(built.task, built.policy, {}) as first:
         built.task.train_step(0)
     assert first.not_in_16_bits() == []
@@ -219,53 +198,30 @@ def put_over(ours, theirs):
     pairs = [(ours.embedding, [theirs.model.embed_tokens]), (ours.norm, [theirs.model.norm])]
     for own, other in zip(ours.blocks, theirs.model.layers, strict=True):
         heads = other.self_attn
-        pairs += [
-            (own.attention_norm, [other.input_layernorm]),
-            (own.attention.inputs, [heads.q_proj, heads.k_proj, heads.v_proj]),
-            (own.attention.output, [heads.o_proj]),
-            (own.mlp_norm, [other.post_attention_layernorm]),
-        ]
-        if own.attention.query_norm is not None:
-            pairs.append((own.attention.query_norm, [heads.q_norm]))
-            pairs.append((own.attention.key_norm, [heads.k_norm]))
+        pairs += dense.attention_pairs(own, other)
+        if (norm := own.attention.query_norm) is not None:
+            pairs += [(norm, [heads.q_norm]), (own.attention.key_norm, [heads.k_norm])]
         own.mlp.router.weight.copy_(other.mlp.gate.weight)
         own.mlp.experts.inputs.copy_(other.mlp.experts.gate_up_proj)
         own.mlp.experts.output.copy_(other.mlp.experts.down_proj)
         if own.mlp.shared is not None:
-            shared = other.mlp.shared_expert
-            pairs += [
-                (own.mlp.shared.inputs, [shared.gate_proj, shared.up_proj]),
-                (own.mlp.shared.output, [shared.down_proj]),
-                (own.mlp.gate, [other.mlp.shared_expert_gate]),
-            ]
-    take_over((own, others, False) for own, others in pairs)
+            pairs += dense.gated_pairs(own.mlp.shared, other.mlp.shared_expert)
+            pairs.append((own.mlp.gate, [other.mlp.shared_expert_gate]))
+    dense.take_over((own, others, False) for own, others in pairs)
 
 
 SIZES = {
-    "vocab_size": 500,
-    "hidden_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "rms_norm_eps": 1e-5,
-    "tie_word_embeddings": True,
-    "rope_parameters": {
-        "rope_type": "default",
-        "rope_theta": 10_000.0,
-    },  # that of Mixtral is larger
+    **{"vocab_size": 500, "hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2},
+    **{"rms_norm_eps": 1e-5, "tie_word_embeddings": True},
+    # That of Mixtral is larger.
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
 }
 OWN = {"num_experts": 8, "moe_intermediate_size": 96, "num_experts_per_tok": 2}
+MIXTRAL = {"intermediate_size": 96, "num_local_experts": 8, "num_experts_per_tok": 2}
+OURS = {"num_experts": 8, "top_k": 2, "expert_size": 96}
 NETWORKS = {
-    "Mixtral": (
-        {"intermediate_size": 96, "num_local_experts": 8, "num_experts_per_tok": 2},
-        {},
-        {"num_experts": 8, "top_k": 2, "expert_size": 96},
-    ),
-    "Qwen3Moe": (
-        OWN | {"head_dim": 32, "norm_topk_prob": True},
-        {"qk_norm": True},
-        {"num_experts": 8, "top_k": 2, "expert_size": 96},
-    ),
+    "Mixtral": (MIXTRAL, {}, OURS),
+    "Qwen3Moe": (OWN | {"head_dim": 32, "norm_topk_prob": True}, {"qk_norm": True}, OURS),
     "Qwen2Moe": (
         OWN | {"qkv_bias": False, "norm_topk_prob": False, "shared_expert_intermediate_size": 64},
         {},
@@ -279,23 +235,22 @@ NETWORKS = {
 @pytest.mark.parametrize("name", NETWORKS)
 def test_computes_as_hugging_face_s(name, capacity):
     """Logits on copied weights, and with one layer the auxiliary loss and gradients."""
-    transformers = hugging_face()
+    transformers = dense.hugging_face()
     sizes, parts, mixing = NETWORKS[name]
     parts = Parts(kv_heads=2, norm="rms", positions="rotary", **parts)
     for layers in (2, 1):
-        config = getattr(transformers, f"{name}Config")(
-            **SIZES | sizes | {"num_hidden_layers": layers}
-        )
+        given = SIZES | sizes | {"num_hidden_layers": layers}
+        config = getattr(transformers, f"{name}Config")(**given)
         theirs = getattr(transformers, f"{name}ForCausalLM")(config)
         ours = GPTMoE(500, 256, 128, layers, 4, parts, mixing=Mixing(capacity=capacity, **mixing))
         with torch.no_grad():
-            random_vectors(theirs)
+            dense.random_vectors(theirs)
             for layer in theirs.model.layers:  # of deviation 0.02: scores of experts are even
                 nn.init.normal_(layer.mlp.gate.weight, std=0.2)
             put_over(ours, theirs)
         count = sum(p.numel() for p in theirs.parameters())
         assert sum(p.numel() for p in ours.parameters()) == count
-        logits_of_both(ours, theirs, torch.randint(500, (2, 120)))
+        dense.logits_of_both(ours, theirs, torch.randint(500, (2, 120)))
     ids = torch.randint(500, (2, 120))
     found, expected = ours.train()(ids.t()), theirs.train()(ids, output_router_logits=True)
     # Theirs is as many times as large as a token has experts.

@@ -9,6 +9,8 @@ from mprun.assembly.data import arguments_of
 from mprun.config.compose import compose_config
 from mprun.models.classifiers import VGG16, AlexNet2012, PreActivationResNet50, alexnet, resnet50
 from mprun.models.dcgan import Discriminator, Generator
+from mprun.models.gpt import GPT
+from mprun.models.gpt_moe import GPTMoE
 from mprun.models.inception import googlenet, inception_v2, inception_v3
 from mprun.models.lstm import LSTMLanguageModel
 
@@ -17,13 +19,11 @@ def parameters(module):
     return sum(p.numel() for p in module.parameters())
 
 
-def lstm_lm(name, vocabulary):
-    """The network that a configuration describes."""
-    config = compose_config([f"model={name}"], files=False).config.model
+def described(kind, *words, **sizes):
+    """The network that a configuration describes, for data of these sizes."""
+    config = compose_config(words, files=False).config.model
     with torch.device("meta"):
-        return LSTMLanguageModel(
-            **arguments_of(LSTMLanguageModel, config) | {"vocab_size": vocabulary}
-        )
+        return kind(**arguments_of(kind, config) | sizes)
 
 
 @pytest.mark.few(2)
@@ -66,7 +66,7 @@ def test_dcgan_128_px_adds_one_stage_of_standard_width():
     [("lstm_lm", 200, 0.0), ("lstm_lm_medium", 650, 0.5), ("lstm_lm_large", 1500, 0.65)],
 )
 def test_zaremba_sizes(name, h, dropout):
-    model = lstm_lm(name, 10_000)
+    model = described(LSTMLanguageModel, f"model={name}", vocab_size=10_000)
     assert model.dropout.p == dropout
     # Per layer 4 h (2 h) weights and, in torch, two bias vectors of 4 h; embedding and output
     # 10,000 x h each, output bias 10,000. For large: 66 M, for medium: 20 M, as published.
@@ -74,7 +74,7 @@ def test_zaremba_sizes(name, h, dropout):
 
 
 def test_biglstm():
-    model = lstm_lm("biglstm", 793_472)
+    model = described(LSTMLanguageModel, "model=biglstm", vocab_size=793_472)
     assert model.dropout.p == 0.1
     # One layer with one bias per gate: 4*8192*(1024+1024) + 4*8192 + 8192*1024 = 75,530,240;
     # torch's second bias vector adds 32,768 per layer.
@@ -82,3 +82,31 @@ def test_biglstm():
     assert parameters(model.embedding) == 793_472 * 1024
     assert parameters(model.output) == 793_472 * 1024 + 793_472
     assert round(parameters(model) / 1e9, 3) == 1.777
+
+
+@pytest.mark.parametrize(
+    ("words", "count"),
+    [
+        # OpenAI's, with 50,257 words.
+        (["model.bias=true"], 124_439_808),
+        # Without biases: 12 x (3 + 1 + 4 + 4) x 768 of them and 25 x 768 of LayerNorm.
+        ([], 124_439_808 - 12 * 12 * 768 + 12 * 3 * 768 - 25 * 768),
+    ],
+)
+def test_gpt_2(words, count):
+    assert parameters(described(GPT, "model=gpt2", *words, vocab_size=50_257)) == count
+
+
+@pytest.mark.parametrize(
+    ("kind", "option", "rest"),
+    [
+        (GPT, "gpt_llama", 3 * 128 * 384),  # 8/3 x 128 = 341.3, up to 384
+        # Two norms of heads; 8 experts of three matrices, and the router.
+        (GPTMoE, "gpt_moe", 2 * 32 + 8 * 3 * 128 * 192 + 8 * 128),
+    ],
+)
+def test_llama_s_parts_have_the_counts_of_their_shapes(kind, option, rest):
+    network = described(kind, f"model={option}", vocab_size=104, context_length=64)
+    # Queries 128, two heads of keys and of values of 32; the output of attention, two norms.
+    block = 128 * (128 + 2 * 64) + 128 * 128 + 2 * 128 + rest
+    assert parameters(network) == 104 * 128 + 2 * block + 128

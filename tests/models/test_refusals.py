@@ -11,18 +11,12 @@ from mprun.models.lstm import LogUniformSampler, LSTMLanguageModel
 @pytest.mark.parametrize(
     ("build", "said"),
     [
-        *(
-            (partial(kind, size), f"image_size={size}")
-            for size in (8, 48, 0)
-            for kind in (Generator, Discriminator)
-        ),
+        *((partial(Generator, size), f"image_size={size}") for size in (8, 48, 0)),
+        *((partial(Discriminator, size), f"image_size={size}") for size in (8, 48, 0)),
         (partial(LogUniformSampler, 10, 0), "count"),
         (partial(LogUniformSampler, 10, 11), "count"),
         (partial(LogUniformSampler, 2**24, 5), "vocabulary"),
-        (
-            partial(LSTMLanguageModel, 11, 6, 8, 2, projection_size=8),
-            "projection_size=8.*below hidden_size=8",
-        ),
+        (partial(LSTMLanguageModel, 11, 6, 8, 2, 8), "projection_size=8.*below hidden_size=8"),
     ],
 )
 def test_refused(build, said):

@@ -78,26 +78,15 @@ def test_inception_v3_s_auxiliary_head_computes_as_torchvision_s():
 
 
 # Channels and side behind each block, from the tables of arXiv 1409.4842, 1502.03167, 1512.00567.
-MAPS = {
-    "googlenet": (
-        224,
-        [(256, 28), (480, 28), *[(512, 14)] * 3, (528, 14), (832, 14), (832, 7), (1024, 7)],
-    ),
-    "inception_v2": (
-        224,
-        [(256, 28), (320, 28), *[(576, 14)] * 5, (1024, 7), (1024, 7), (1024, 7)],
-    ),
-    "inception_v3": (
-        299,
-        [(256, 35), (288, 35), (288, 35), *[(768, 17)] * 5, (1280, 8), (2048, 8), (2048, 8)],
-    ),
-}
+V1 = [(256, 28), (480, 28), *[(512, 14)] * 3, (528, 14), (832, 14), (832, 7), (1024, 7)]
+V2 = [(256, 28), (320, 28), *[(576, 14)] * 5, (1024, 7), (1024, 7), (1024, 7)]
+V3 = [(256, 35), (288, 35), (288, 35), *[(768, 17)] * 5, (1280, 8), (2048, 8), (2048, 8)]
+MAPS = [*zip(INCEPTION, (224, 224, 299), (V1, V2, V3), strict=True)]
 
 
-@pytest.mark.parametrize("name", INCEPTION)
+@pytest.mark.parametrize(("name", "size", "expected"), MAPS, ids=INCEPTION)
 @pytest.mark.few(1)
-def test_maps_are_the_published_ones(name):
-    size, expected = MAPS[name]
+def test_maps_are_the_published_ones(name, size, expected):
     found = []
     with torch.device("meta"):
         network, maps = INCEPTION[name](), torch.empty(2, 3, size, size)
