@@ -15,20 +15,16 @@ def test_biglstm_takes_a_step(build_run, mode):
     scaler = "scaler=none" if mode == "fp32" else "scaler.init_scale=1024"
     tokens = ["data=synthetic_tokens", "data.vocab_size=64", "data.batch_size=2"]
     tokens.append("data.sequence_length=4")
-    built = build_run("model=biglstm", *tokens, f"precision={mode}", scaler)
-    model = built.task.learner.model
+    task = build_run("model=biglstm", *tokens, f"precision={mode}", scaler).task
+    model = task.learner.model
     # 151.06 M as published, and 2 x 32,768 for torch's second bias vector.
     assert sum(p.numel() for p in model.lstm.parameters()) == 151_060_480 + 2 * 4 * 8192
     # 8,192 candidates of 64 words are the full softmax, of tables in FP32.
     assert model.softmax.sampler.count == 64
     assert model.output.weight.dtype == model.embedding.weight.dtype == torch.float32
-    weights = [
-        built.task.learner.model.lstm.weight_hh_l0,
-        model.embedding.weight,
-        model.output.weight,
-    ]
+    weights = [model.lstm.weight_hh_l0, model.embedding.weight, model.output.weight]
     before = [weight.detach().clone() for weight in weights]
-    metrics = built.task.train_step(0, measure=True)
+    metrics = task.train_step(0, measure=True)
     # Near-uniform predictions at the start: log(64) = 4.16, weights of +-0.04 move it little.
     assert abs(metrics["loss"].item() - math.log(64)) < 0.5
     assert torch.isfinite(metrics["grad_norm"]) and metrics["grad_norm"] > 0

@@ -17,10 +17,7 @@ from mprun.tasks import Classification
 from ..helpers import TINY_GAN, TINY_LM, assert_same_bits, making, mixed
 from ..shipped import OF_ANY_NETWORK
 
-RUNS = {
-    "dcgan": [*TINY_GAN, "data.batch_size=4"],
-    "lstm_lm": [*TINY_LM, "model.dropout=0.2"],
-}
+RUNS = {"dcgan": [*TINY_GAN, "data.batch_size=4"], "lstm_lm": [*TINY_LM, "model.dropout=0.2"]}
 AUTOENCODER = ["model=conv_autoencoder", "data.image_size=32", "data.batch_size=100"]
 AUTOENCODER += ["model.width=4", "optim=sgd"]
 EVERY_MODE = [(mode, "fp32") for mode in sorted(set(OF_ANY_NETWORK) - {"tf32"})]

@@ -9,14 +9,7 @@ from torch import nn
 from mprun.errors import BadInput
 from mprun.precision.module_dtypes import NORM_LAYERS
 
-from ..helpers import (
-    TINY_AUTOENCODER,
-    TINY_GAN,
-    TINY_GPT,
-    TINY_LM,
-    TINY_MOE,
-    raises_line,
-)
+from ..helpers import TINY_AUTOENCODER, TINY_GAN, TINY_GPT, TINY_LM, TINY_MOE, raises_line
 from ..numerics.small_runs import SMALL
 from ..shipped import OF_ANY_NETWORK
 from ..tables import with_extensions

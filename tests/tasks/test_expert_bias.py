@@ -31,8 +31,7 @@ def moved(counts):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "mode",
-    ["fp32", "fp16_master_scaled", pytest.param("fp8_rowwise", marks=pytest.mark.slow)],
+    "mode", ["fp32", "fp16_master_scaled", pytest.param("fp8_rowwise", marks=pytest.mark.slow)]
 )
 @pytest.mark.parametrize("more", [(), ("train.accumulate=3",)], ids=["one", "three"])
 def test_an_update_moves_it_once(build_run, mode, more):

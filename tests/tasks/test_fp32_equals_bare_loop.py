@@ -16,13 +16,8 @@ from ..helpers import assert_same_bits, configured
 STEPS = 7
 # 192 tokens in 4 streams of 8 steps: 6 batches an epoch, so that 7 steps cross its end.
 TOKENS = {"vocab_size": 50, "batch_size": 4, "sequence_length": 8, "train_tokens": 192}
-LM = [
-    "model=lstm_lm",
-    "model.embedding_size=24",
-    "model.hidden_size=24",
-    "data=synthetic_tokens",
-    *(f"data.{k}={v}" for k, v in TOKENS.items()),
-]
+LM = ["model=lstm_lm", "model.embedding_size=24", "model.hidden_size=24", "data=synthetic_tokens"]
+LM += [f"data.{name}={value}" for name, value in TOKENS.items()]
 AUTOENCODER = ["model=conv_autoencoder", "data.image_size=32", "data.batch_size=4"]
 
 

@@ -1,5 +1,7 @@
 """DCGAN with one scale for all, or one per optimizer."""
 
+import itertools
+
 import pytest
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
@@ -8,10 +10,7 @@ from ..helpers import TINY_GAN, assert_same_bits
 
 INF = float("inf")
 OVERRIDES = [*TINY_GAN, "data.batch_size=4", "precision=amp", "scaler.init_scale=64"]
-NAMES = {
-    "shared": ["loss_scale"],
-    "optimizer": ["loss_scale", "loss_scale_generator"],
-}
+NAMES = {"shared": ["loss_scale"], "optimizer": ["loss_scale", "loss_scale_generator"]}
 
 
 class Planted:
@@ -19,27 +18,18 @@ class Planted:
 
     def __init__(self, task):
         self.task, self.step, self.factors = task, 0, [1.0, 1.0, 1.0]
-        plain = task._bce
-        calls = iter(())
+        plain, calls = task._bce, itertools.cycle(range(3))
 
         def bce(logits, target):
-            nonlocal calls
-            index = next(calls, None)
-            if index is None:
-                calls = iter((1, 2))
-                index = 0
-            loss = plain(logits, target)
-            factor = self.factors[index]
+            loss, factor = plain(logits, target), self.factors[next(calls)]
             loss.register_hook(lambda gradient: gradient * factor)
             return loss
 
         task._bce = bce
 
     def train_step(self, *factors):
-        self.factors = list(factors)
-        metrics = self.task.train_step(self.step)
-        self.step += 1
-        return metrics
+        self.factors, self.step = factors, self.step + 1
+        return self.task.train_step(self.step - 1)
 
     def scales(self):
         return [scale.scale.item() for scale in self.task.loss_scales.values()]
@@ -150,11 +140,11 @@ def test_a_scale_of_its_own_changes_no_update(build_run):
     )
     for scale, value in zip(own.loss_scales.values(), (32.0, 512.0), strict=True):
         scale.scale.fill_(value)
-    results = []
+    rows = []
     for task in (shared, own):
         torch.manual_seed(5)
-        results.append(task.train_step(0, measure=True))
+        rows.append(task.train_step(0, measure=True))
     for name in ("d_grad_norm", "g_grad_norm"):
         # Activation gradients in FP16 keep 11 bits; a wrong divisor would be a factor of 2 to 16.
-        torch.testing.assert_close(results[0][name], results[1][name], rtol=2.0**-9, atol=0)
-    assert results[1]["d_loss_scale"] == 32.0 and results[1]["g_loss_scale"] == 512.0
+        torch.testing.assert_close(rows[0][name], rows[1][name], rtol=2.0**-9, atol=0)
+    assert rows[1]["d_loss_scale"] == 32.0 and rows[1]["g_loss_scale"] == 512.0

@@ -12,13 +12,8 @@ from mprun.precision.emulation import HalfEmulation
 from ..helpers import assert_same_bits, configured
 
 STEPS = 4
-OVERRIDES = [
-    "model=dcgan",
-    "data.image_size=32",
-    "data.batch_size=4",
-    "model.generator_width=8",
-    "model.discriminator_width=8",
-]
+OVERRIDES = ["model=dcgan", "data.image_size=32", "data.batch_size=4", "model.generator_width=8"]
+OVERRIDES.append("model.discriminator_width=8")
 # The scale grows every second step and stays where nothing overflows: with a skipped step torch's
 # BatchNorm statistics move and ours do not.
 AMP = ["precision=amp", "scaler.init_scale=64", "scaler.growth_interval=2"]

@@ -22,7 +22,7 @@ from mprun.record.run_record import MetricRecord
 from mprun.training.run import prepare
 
 from ..compare.run_folders import write_run
-from ..helpers import ONE_CORE, TINY_GAN, record_of
+from ..helpers import ONE_CORE, TINY_GAN, record_of, refused
 from ..numerics.small_runs import SMALL
 from ..tables import with_extensions
 
@@ -154,76 +154,59 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
+# The class, what else is said, and the line.
+REFUSED = [
+    (
+        *("Silent", [F1]),
+        "compare.metric=f1: f1_task:Silent declares loss, top1, top5; for another metric set "
+        "compare.higher_is_better=false, or compare.higher_is_better=true with compare.margin=X",
+    ),
+    (
+        *("WithF1", ["compare.metric=F1"]),
+        "compare.metric=F1: did you mean 'f1'? f1_task:WithF1 declares loss, top1, top5, f1; "
+        "for another metric set compare.higher_is_better=false, or "
+        "compare.higher_is_better=true with compare.margin=X",
+    ),
+    (
+        *("Twice", [F1]),
+        "model.task=f1_task:Twice: metrics declares f1 twice, with higher_is_better=True and "
+        "False; must declare it once",
+    ),
+    (
+        *("Silent", [F1, "compare.higher_is_better=true"]),
+        "compare.margin=null: f1 needs a margin, in the unit of the metric",
+    ),
+    (
+        *("WithF1", [F1, "compare.higher_is_better=false"]),
+        "compare.higher_is_better=false: f1_task:WithF1 declares that more f1 is better "
+        "(allowed: null)",
+    ),
+    (
+        *("WithF1", ["compare.higher_is_better=true"]),
+        "compare.higher_is_better=true: f1_task:WithF1 declares that less loss is better "
+        "(allowed: null)",
+    ),
+    (
+        *("WithF1", [F1, "compare.margin=0.5"]),
+        "compare.margin=0.5: must be below 0.5; of a fraction half a point is 0.005",
+    ),
+    ("Words", [F1], "model.task=f1_task:Words: metrics must be a tuple of mprun.Metric"),
+    ("Alone", [F1], "model.task=f1_task:Alone: metrics must be a tuple of mprun.Metric"),
+]
+
+
 @pytest.mark.few(4)
-@pytest.mark.parametrize(
-    ("task", "words", "line"),
-    [
-        (
-            "Silent",
-            [F1],
-            "compare.metric=f1: f1_task:Silent declares loss, top1, top5; for another metric set "
-            "compare.higher_is_better=false, or compare.higher_is_better=true with "
-            "compare.margin=X",
-        ),
-        (
-            "WithF1",
-            ["compare.metric=F1"],
-            "compare.metric=F1: did you mean 'f1'? f1_task:WithF1 declares loss, top1, top5, f1; "
-            "for another metric set compare.higher_is_better=false, or "
-            "compare.higher_is_better=true with compare.margin=X",
-        ),
-        (
-            "Twice",
-            [F1],
-            "model.task=f1_task:Twice: metrics declares f1 twice, with higher_is_better=True and "
-            "False; must declare it once",
-        ),
-        (
-            "Silent",
-            [F1, "compare.higher_is_better=true"],
-            "compare.margin=null: f1 needs a margin, in the unit of the metric",
-        ),
-        (
-            "WithF1",
-            [F1, "compare.higher_is_better=false"],
-            "compare.higher_is_better=false: f1_task:WithF1 declares that more f1 is better "
-            "(allowed: null)",
-        ),
-        (
-            "WithF1",
-            ["compare.higher_is_better=true"],
-            "compare.higher_is_better=true: f1_task:WithF1 declares that less loss is better "
-            "(allowed: null)",
-        ),
-        (
-            "WithF1",
-            [F1, "compare.margin=0.5"],
-            "compare.margin=0.5: must be below 0.5; of a fraction half a point is 0.005",
-        ),
-        (
-            "Words",
-            [F1],
-            "model.task=f1_task:Words: metrics must be a tuple of mprun.Metric",
-        ),
-        (
-            "Alone",
-            [F1],
-            "model.task=f1_task:Alone: metrics must be a tuple of mprun.Metric",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("task", "words", "line"), REFUSED)
 def test_a_metric_without_a_direction_is_refused_before_anything_is_written(
     folder, capsys, task, words, line
 ):
-    assert main([*RUN, f"model.task=f1_task:{task}", *words]) == 2
-    assert capsys.readouterr().err.splitlines()[-1] == f"mprun: {line}"
-    assert not (folder / "run").exists()
+    said = refused(capsys, *RUN, f"model.task=f1_task:{task}", *words)
+    assert said == f"mprun: {line}\n" and not (folder / "run").exists()
 
 
 def test_a_key_that_contradicts_a_registered_task_is_refused(folder, capsys):
-    assert main([*RUN, "compare.higher_is_better=false"]) == 2
     said = "mprun: compare.higher_is_better=false: custom declares that more top1 is better"
-    assert capsys.readouterr().err.startswith(said)
+    assert refused(capsys, *RUN, "compare.higher_is_better=false").startswith(said)
 
 
 @pytest.mark.slow
@@ -259,8 +242,8 @@ def test_a_judged_metric_that_is_not_returned_ends_the_run_and_keeps_its_work(
 
 def test_an_evaluation_that_returns_nothing_is_said_in_one_line(folder, capsys):
     assert main([*RUN, "model.task=f1_task:Mute", F1]) == 2
-    said = capsys.readouterr().err.splitlines()[-1]
-    assert said.startswith("mprun: compare.metric=f1: the task's evaluate() returned nothing, ")
+    said = "mprun: compare.metric=f1: the task's evaluate() returned nothing, "
+    assert capsys.readouterr().err.splitlines()[-1].startswith(said)
 
 
 @pytest.mark.slow
@@ -295,12 +278,23 @@ def runs_of(folder, name, fp32, amp, metrics=None, more=None):
     return folder
 
 
+def edit(folder, old, new):
+    """Replace a text in the record of one run of `runs_of`."""
+    path = folder / "amp1" / "run.json"
+    path.write_text(path.read_text().replace(old, new))
+
+
+def shown_by(capsys, *command, code=0):
+    """What a command prints, with single blanks for all space."""
+    assert main([*map(str, command)]) == code
+    return " ".join(capsys.readouterr().out.split())
+
+
 @pytest.mark.slow
 def test_every_output_has_the_direction_and_the_unit_of_the_record(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
     runs_of(tmp_path, "f1", 0.212, 0.148, FRACTION)
-    assert main(["compare", str(tmp_path), "--check", "--tensorboard"]) == 3
-    shown = " ".join(capsys.readouterr().out.split())
+    shown = shown_by(capsys, "compare", tmp_path, "--check", "--tensorboard", code=3)
     assert "Judged: f1, higher is better, margin ±0.005;" in shown and "points" not in shown
     assert "worse amp 0.148 +0.0640 (" in shown
     [group] = json.loads((tmp_path / "compare" / "results.json").read_text())["groups"]
@@ -333,21 +327,18 @@ def test_an_older_record_with_a_known_name_reads_as_before(tmp_path, name, fp32,
 
 def test_an_older_record_with_an_unknown_name_is_asked_about(tmp_path, capsys):
     runs_of(tmp_path, "f1", 0.212, 0.148, more={"compare.margin": 0.01})
-    assert main(["compare", str(tmp_path), "--no-report"]) == 2
-    error = capsys.readouterr().err
+    words = ["compare", str(tmp_path), "--no-report"]
+    error = refused(capsys, *words)
     assert error.startswith("mprun: compare.metric=f1: the runs record no direction")
-    told = ["compare", str(tmp_path), "--no-report", "--check", "--margin", "0.01"]
-    said = (
-        "compare.metric=F1: is not in the runs' evaluations; did you mean 'f1'? It must be one of"
-    )
+    told = [*words, "--check", "--margin", "0.01"]
+    said = "mprun: compare.metric=F1: is not in the runs' evaluations; did you mean 'f1'? It must "
     for direction in ([], ["--higher-is-better"]):
-        assert main([*told, "--metric", "F1", *direction]) == 2
-        assert capsys.readouterr().err.startswith(f"mprun: {said} ")
-    assert main([*told, "--higher-is-better"]) == 3
-    shown = " ".join(capsys.readouterr().out.split())
+        error = refused(capsys, *told, "--metric", "F1", *direction)
+        assert error.startswith(f"{said}be one of ")
+    shown = shown_by(capsys, *told, "--higher-is-better", code=3)
     assert "worse amp 0.148 +0.0640" in shown and "--higher-is-better: said when" in shown
-    assert main([*told[:-2], "--lower-is-better"]) == 3
-    assert "better amp 0.148 -30.19 %" in " ".join(capsys.readouterr().out.split())
+    shown = shown_by(capsys, *words, "--check", "--lower-is-better", code=3)
+    assert "better amp 0.148 -30.19 %" in shown
 
 
 @pytest.mark.parametrize(
@@ -356,11 +347,10 @@ def test_an_older_record_with_an_unknown_name_is_asked_about(tmp_path, capsys):
 def test_a_script_whose_metric_has_the_name_of_a_task_keeps_its_own_unit(
     tmp_path, capsys, name, higher, difference
 ):
-    own = {"higher_is_better": higher, "unit": "own" if higher else "relative", "margin": 0.01}
-    own["counts_samples"] = False
+    unit = "own" if higher else "relative"
+    own = FRACTION | {"higher_is_better": higher, "unit": unit, "margin": 0.01}
     runs_of(tmp_path, name, 0.8, 0.7, own, {"compare.margin": 0.02})
-    assert main(["compare", str(tmp_path), "--no-report"]) == 0
-    shown = " ".join(capsys.readouterr().out.split())
+    shown = shown_by(capsys, "compare", tmp_path, "--no-report")
     assert difference in shown and "points" not in shown
 
 
@@ -375,29 +365,24 @@ def test_a_script_of_an_earlier_version_said_the_direction(tmp_path, name, said,
     assert group.rows[0].verdict.name == verdict
 
 
-def test_runs_and_command_that_contradict_each_other_are_refused(tmp_path, capsys):
+def test_runs_and_command_that_contradict_each_other_are_refused(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # a long path would hide the end of the line
     runs_of(tmp_path / "a", "f1", 0.2, 0.1, FRACTION)
-    words = ["compare", str(tmp_path / "a"), "--no-report"]
-    assert main([*words, "--lower-is-better"]) == 2
+    words = ["compare", "a", "--no-report"]
     said = "mprun: --lower-is-better: contradicts "
-    assert capsys.readouterr().err.startswith(said)
-    run = tmp_path / "a" / "amp1" / "run.json"
-    run.write_text(run.read_text().replace('"higher_is_better": true', '"higher_is_better": false'))
-    assert main(words) == 2
-    error = capsys.readouterr().err
-    assert "f1: runs contradict each other: more is better (unit: fraction) in the first" in error
-    assert "less is better (unit: " in error
+    assert refused(capsys, *words, "--lower-is-better").startswith(said)
+    edit(tmp_path / "a", '"higher_is_better": true', '"higher_is_better": false')
+    first = "f1: runs contradict each other: more is better (unit: fraction) in the first"
+    refused(capsys, *words, says=(first, "less is better (unit: "))
     assert not comparable(tmp_path)
 
 
 def test_margins_that_the_runs_declare_are_one(tmp_path, capsys):
     runs_of(tmp_path, "f1", 0.2, 0.1, FRACTION)
-    run = tmp_path / "amp1" / "run.json"
-    run.write_text(run.read_text().replace('"margin": 0.005', '"margin": 0.2'))
+    edit(tmp_path, '"margin": 0.005', '"margin": 0.2')
     words = ["compare", str(tmp_path), "--no-report"]
-    assert main(words) == 2
     said = "mprun: the runs differ in the margin of f1 (0.005, 0.2): pass --margin"
-    assert capsys.readouterr().err.startswith(said)
+    assert refused(capsys, *words).startswith(said)
     assert main([*words, "--margin", "0.005"]) == 0
 
 
@@ -414,14 +399,12 @@ def test_a_comparison_is_named_where_it_judges(tmp_path, capsys, metrics, fp32, 
     assert comparable(tmp_path) == works
     assert main(["compare", str(tmp_path), "--no-report"]) == (0 if works else 2)
     capsys.readouterr()
-    assert main(["ls", str(tmp_path)]) == 0
-    assert ("mprun compare" in capsys.readouterr().out) == works
+    assert ("mprun compare" in shown_by(capsys, "ls", tmp_path)) == works
 
 
 def test_a_record_with_a_metric_of_no_unit_is_damaged(tmp_path, capsys):
     runs_of(tmp_path, "f1", 0.2, 0.1, FRACTION | {"unit": "furlongs"})
-    assert main(["compare", str(tmp_path)]) == 4
-    assert "run.json: metrics" in capsys.readouterr().err
+    refused(capsys, "compare", tmp_path, says="run.json: metrics", code=4)
 
 
 def test_a_gan_whose_metric_rises_has_learned():
@@ -433,17 +416,16 @@ def test_a_gan_whose_metric_rises_has_learned():
     assert baseline_progress(rising, "score", gan=True) == "score 1 to 2"
     assert baseline_progress(rising, "score", gan=True, higher_is_better=True) is None
     falling = [made_run(0, 2.0, 1.0, metric="score")]
-    found = baseline_progress(falling, "score", gan=True, higher_is_better=True)
-    assert found == "score 2 to 1"
+    assert baseline_progress(falling, "score", gan=True, higher_is_better=True) == "score 2 to 1"
 
 
-@pytest.mark.parametrize(("own", "word"), [(30.001, "matches"), (27.0, "worse"), (33.0, "better")])
-def test_more_may_be_better_of_a_relative_metric(tmp_path, own, word):
-    record = {"higher_is_better": True, "unit": "relative", "margin": 0.01, "counts_samples": False}
+@pytest.mark.parametrize(
+    ("own", "word", "shown"),
+    [(30.001, "matches", "-0.003 %"), (27.0, "worse", "+10.00 %"), (33.0, "better", "-10.00 %")],
+)
+def test_more_may_be_better_of_a_relative_metric(tmp_path, own, word, shown):
+    record = FRACTION | {"unit": "relative", "margin": 0.01}
     [group] = compare(runs_of(tmp_path, "psnr", 30.0, own, record)).groups
     [row] = group.rows
     assert row.verdict.name == word
-    shown = difference_text(group, row.verdict)
-    assert shown.startswith(
-        {"matches": "-0.003 %", "worse": "+10.00 %", "better": "-10.00 %"}[word]
-    )
+    assert difference_text(group, row.verdict).startswith(shown)

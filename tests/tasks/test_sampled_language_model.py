@@ -12,30 +12,17 @@ from mprun.models.lstm import LSTMLanguageModel
 from mprun.numerics.operations import FirstStep
 from mprun.precision import get_policy
 
-from ..helpers import (
-    ONE_CORE,
-    assert_same_bits,
-    raises_line,
-    run,
-    without_waiting,
-)
+from ..helpers import ONE_CORE, assert_same_bits, raises_line, run, without_waiting
 from ..shipped import OF_ANY_NETWORK
 
 pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections")
 
 VOCABULARY = 60
 MODEL = [
-    "model=biglstm",
-    "model.embedding_size=16",
-    "model.hidden_size=24",
-    "model.projection_size=16",
-    "model.dropout=0",
-    "data=synthetic_tokens",
-    f"data.vocab_size={VOCABULARY}",
-    "data.batch_size=4",
-    "data.sequence_length=5",
-    "data.train_tokens=400",
-    "data.eval_tokens=200",
+    *("model=biglstm", "model.embedding_size=16", "model.hidden_size=24"),
+    *("model.projection_size=16", "model.dropout=0", "data=synthetic_tokens"),
+    *(f"data.vocab_size={VOCABULARY}", "data.batch_size=4", "data.sequence_length=5"),
+    *("data.train_tokens=400", "data.eval_tokens=200"),
 ]
 SAMPLED = [*MODEL, "model.sampled_softmax=12"]
 AVERAGED = ["optim.average_decay=0.9", "optim.average_modules=[lstm]"]
@@ -45,6 +32,23 @@ HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
 def tables(task):
     model = task.learner.model
     return [model.embedding.weight, model.output.weight, model.output.bias]
+
+
+def per_token(logits, targets):
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+
+
+def dense(kind=torch.float32):
+    """The ordinary model of the same sizes."""
+    return LSTMLanguageModel(VOCABULARY, 16, 24, 2, 16, 0.0, 0.04, 1.0).to(kind)
+
+
+def tokens_read(task, numbers):
+    """Which rows of the embedding these batches read."""
+    used = torch.zeros(VOCABULARY, dtype=torch.bool)
+    for number in numbers:
+        used[task.data.train_batch(number)[0].flatten()] = True
+    return used
 
 
 def sums(task):
@@ -60,18 +64,17 @@ def test_with_all_candidates_it_trains_as_a_plain_loop_does(build_run, time_redu
     more = [f"model.time_reduction={time_reduction}", f"model.embedding_gradient_factor={factor}"]
     more += ["train.clip_norm=0.02", "train.clip_modules=[lstm]"]
     task = build_run(*MODEL, "model.sampled_softmax=8192", *more).task
-    model = LSTMLanguageModel(VOCABULARY, 16, 24, 2, 16, 0.0, 0.04, 1.0)
+    model, hidden = dense(), None
     model.load_state_dict(task.learner.model.state_dict())
     optimizer = torch.optim.Adagrad(
         model.parameters(), 0.2, initial_accumulator_value=1.0, eps=1e-10, foreach=True
     )
-    hidden = None
     for step in range(4):
         metrics = task.train_step(step, measure=True)
         tokens, targets = task.data.train_batch(step)
         logits, hidden = model(tokens, hidden)
         hidden = tuple(part.detach() for part in hidden)
-        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        loss = per_token(logits, targets).mean()
         optimizer.zero_grad()
         (loss * (5 if time_reduction == "sum" else 1)).backward()
         model.embedding.weight.grad *= factor
@@ -86,14 +89,13 @@ def test_with_all_candidates_it_trains_as_a_plain_loop_does(build_run, time_redu
     ):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=2.0**-18, msg=name)
     # Logits are compared by the evaluation, too.
-    losses = []
-    hidden = None
+    losses, hidden = [], None
     with torch.no_grad():
         for tokens, targets in task.data.eval_batches():
             logits, hidden = model(tokens, hidden)
-            losses.append(F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum"))
-    count = sum(targets.numel() for _, targets in task.data.eval_batches())
-    assert task.evaluate()["loss"] == pytest.approx(sum(losses).item() / count, rel=1e-5)
+            losses.append(per_token(logits, targets))
+    expected = torch.cat(losses).double().mean().item()
+    assert task.evaluate()["loss"] == pytest.approx(expected, rel=1e-5)
 
 
 CLIP = 2.0**-8
@@ -108,15 +110,11 @@ def test_micro_batches_are_one_large_batch(build_run, clipped):
     """
     parts, batch = 3, 4
     more = ["model.time_reduction=sum", "model.embedding_gradient_factor=12"]
-    more += [
-        "model.output_gradient_factor=3",
-        f"train.clip_norm={CLIP}",
-        f"train.accumulate={parts}",
-    ]
-    more += ["optim.average_decay=0.5", "optim.average_modules=[lstm]"]
+    more += ["model.output_gradient_factor=3", f"train.accumulate={parts}"]
+    more += ["optim.average_decay=0.5", "optim.average_modules=[lstm]", f"train.clip_norm={CLIP}"]
     more += ["train.clip_modules=[lstm]"] * clipped
     task = build_run(*MODEL, "model.sampled_softmax=8192", *more).task
-    model = LSTMLanguageModel(VOCABULARY, 16, 24, 2, 16, 0.0, 0.04, 1.0).double()
+    model = dense(torch.float64)
     model.load_state_dict(task.learner.model.state_dict())
     own = dict(model.named_parameters())
     average = {name: own[name].detach().clone() for name in task.learner.averages}
@@ -131,9 +129,7 @@ def test_micro_batches_are_one_large_batch(build_run, clipped):
                 states.append(model(tokens, states[-1])[1])
         tokens, targets = (torch.cat([*both], 1) for both in zip(*windows, strict=True))
         carried = tuple(torch.cat([*both], 1) for both in zip(*states[:-1], strict=True))
-        losses = F.cross_entropy(
-            model(tokens, carried)[0].flatten(0, 1), targets.flatten(), reduction="none"
-        )
+        losses = per_token(model(tokens, carried)[0], targets)
         state = states[-1]
         optimizer.zero_grad()
         # The sum over time, the mean over the streams of the whole batch.
@@ -164,12 +160,9 @@ def test_micro_batches_in_a_mode(build_run, mode):
     more = [f"precision={mode}", "train.accumulate=3", "optim.eps=1e-3"]
     more += ["scaler=dynamic", "scaler.init_scale=16"]
     task = build_run(*SAMPLED, *more, *factors).task
-    used = torch.zeros(VOCABULARY, dtype=torch.bool)
     start = task.learner.model.embedding.weight.clone()
     assert task.train_step(0)["found_inf"] == 0
-    for part in range(3):
-        used[task.data.train_batch(part)[0].flatten()] = True
-    moved = (task.learner.model.embedding.weight != start).any(1)
+    moved, used = (task.learner.model.embedding.weight != start).any(1), tokens_read(task, range(3))
     assert moved.any() and not (moved & ~used).any()
     assert torch.equal(moved, used) or mode == "fp16_naive"  # which loses updates
     before = [table.clone() for table in tables(task)]
@@ -190,16 +183,13 @@ def test_micro_batches_in_a_mode(build_run, mode):
 
 def test_time_reduction_of_the_ordinary_model(build_run):
     """The gradient is five times that of the mean, the loss that is reported is the same."""
-    rows = {}
-    for reduction in ("mean", "sum"):
-        task = build_run(
-            "model=lstm_lm", *MODEL[5:], f"model.time_reduction={reduction}", "train.clip_norm=null"
-        ).task
-        rows[reduction] = task.train_step(0, measure=True)
-    assert torch.equal(rows["mean"]["loss"], rows["sum"]["loss"])
-    torch.testing.assert_close(
-        rows["sum"]["grad_norm"], 5 * rows["mean"]["grad_norm"], rtol=2.0**-20, atol=0
+    words = ["model=lstm_lm", *MODEL[5:], "train.clip_norm=null"]
+    mean, total = (
+        build_run(*words, f"model.time_reduction={own}").task.train_step(0, measure=True)
+        for own in ("mean", "sum")
     )
+    assert torch.equal(mean["loss"], total["loss"])
+    torch.testing.assert_close(total["grad_norm"], 5 * mean["grad_norm"], rtol=2.0**-20, atol=0)
 
 
 @pytest.mark.slow
@@ -233,11 +223,9 @@ def test_every_mode(build_run, mode):
 def test_unused_rows_stay(build_run):
     task = build_run(*SAMPLED).task
     before = task.learner.model.embedding.weight.clone()
-    used = torch.zeros(VOCABULARY, dtype=torch.bool)
     for step in range(2):
         task.train_step(step)
-        used[task.data.train_batch(step)[0].flatten()] = True
-    moved = (task.learner.model.embedding.weight != before).any(1)
+    moved, used = (task.learner.model.embedding.weight != before).any(1), tokens_read(task, (0, 1))
     assert torch.equal(moved, used) and not used.all()
 
 
@@ -273,7 +261,7 @@ def test_evaluation_reads_the_tables_where_they_are(build_run, mode):
         losses, _ = model(tokens, targets)
         outputs, _ = model.lstm(F.embedding(tokens, model.embedding.weight.float()))
         logits = outputs.double() @ model.output.weight.double().t() + model.output.bias.double()
-    expected = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+    expected = per_token(logits, targets)
     torch.testing.assert_close(losses.flatten().double(), expected, rtol=2.0**-18, atol=2.0**-18)
     assert torch.equal(torch.get_rng_state(), random)
 

@@ -76,10 +76,7 @@ def test_resnet50_after_an_overflow_in_the_forward_pass(build_run, mode):
 
 def test_the_schedule_counts_applied_updates(build_run):
     task = build_run(
-        *TINY_AUTOENCODER,
-        "precision=amp",
-        "scaler.init_scale=16",
-        "optim.implementation=loop",
+        *TINY_AUTOENCODER, "precision=amp", "scaler.init_scale=16", "optim.implementation=loop"
     ).task
     factor = plant(task.learner.model.decoder.layers.conv0.bias)
     learner, device = task.learner, torch.device("cpu")
