@@ -29,11 +29,7 @@ SCHEDULES = [
 HIDDEN = {
     "ssd_mini": ({"num_classes": 10, "image_size": 32}, "", ""),
     "ssd300": ({"num_classes": 20}, "", ""),
-    "faster_rcnn": (
-        {"num_classes": 10, "image_size": 32},
-        "head.1 head.4",
-        "classes offsets",
-    ),
+    "faster_rcnn": ({"num_classes": 10, "image_size": 32}, "head.1 head.4", "classes offsets"),
     "faster_rcnn vgg16": (
         {"num_classes": 20, "image_size": 600},
         "head.1 head.4",

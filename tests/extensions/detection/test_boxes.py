@@ -53,11 +53,8 @@ def test_boxes_lie_inside_and_apart_and_hold_a_digit():
         assert (targets[there][:, :4] >= 0).all() and (targets[there][:, :4] <= 1).all()
         sides = 32 * (targets[..., 2:4] - targets[..., :2])[there]
         assert (sides[:, 0] == sides[:, 1]).all()
-        assert (
-            sides.min() == 8
-            and sides.max() == 16
-            and set(targets[there][:, 4].tolist()) == {*map(float, range(10))}
-        )
+        assert (sides.min(), sides.max()) == (8, 16)
+        assert set(targets[there][:, 4].tolist()) == {*map(float, range(10))}
         apart = overlaps(targets[..., :4], targets[..., :4])
         assert (apart.triu(1) == 0).all()
         for canvas, rows in zip(canvases[:50], targets[:50], strict=True):

@@ -5,42 +5,37 @@ import json
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 from mprun.data.source import DamagedData, DataError
 
 from ...helpers import ONE_CORE, configured, raises_line, run
+from .made_images import SETTINGS, SIZE, save_image
 
-SIZE = 60, 40  # width, height
 DOG = {"category_id": 18, "bbox": [6, 4, 30, 20], "iscrowd": 0, "area": 600}
 CROWD = {"category_id": 1, "bbox": [0, 0, 60.5, 40], "iscrowd": 1}
 FLAT = {"category_id": 1, "bbox": [3, 3, 0, 10], "iscrowd": 0}
-IMAGE = {"id": 100, "file_name": f"{0:012}.jpg", "width": 60, "height": 40}
+IMAGE = {"id": 100, "file_name": f"{0:012}.jpg", "width": SIZE[0], "height": SIZE[1]}
 CATEGORIES = [{"id": 18, "name": "dog"}, {"id": 1, "name": "person"}, {"id": 90, "name": "brush"}]
 
 
-def instances(objects, **changed):
+def instances(objects):
     """objects: of each image those that it has."""
     images = [
-        {"id": 100 - n, "file_name": f"{n:012}.jpg", "width": SIZE[0], "height": SIZE[1], "url": ""}
-        for n in range(len(objects))
+        IMAGE | {"id": 100 - n, "file_name": f"{n:012}.jpg", "url": ""} for n in range(len(objects))
     ]
     annotations = [
         own | {"image_id": 100 - n, "id": 7 * n, "segmentation": []}
         for n, found in enumerate(objects)
         for own in found
     ]
-    found = {"info": {}, "images": images, "annotations": annotations, "categories": CATEGORIES}
-    return found | changed
+    return {"info": {}, "images": images, "annotations": annotations, "categories": CATEGORIES}
 
 
 def put(root, split, found):
     (root / "annotations").mkdir(parents=True, exist_ok=True)
     (root / "annotations" / f"instances_{split}.json").write_text(json.dumps(found))
-    (root / split).mkdir(exist_ok=True)
     for place in range(len(found["images"])):
-        pixels = np.full((SIZE[1], SIZE[0], 3), 40 * place + 20, np.uint8)
-        Image.fromarray(pixels).save(root / split / f"{place:012}.jpg", quality=95)
+        save_image(root / split / f"{place:012}.jpg", place)
 
 
 def made(root):
@@ -50,9 +45,7 @@ def made(root):
 
 
 def coco(root, **more):
-    settings = {"image_size": 32, "value_range": "mean_subtracted", "batch_size": 2}
-    settings |= {"workers": 0, "prefetch": 1, "seed": 0, "device": "cpu"}
-    return configured("coco", root=str(root), **settings | more)
+    return configured("coco", root=str(root), **SETTINGS | more)
 
 
 def test_boxes_classes_and_crowds(tmp_path):
@@ -71,28 +64,27 @@ def test_boxes_classes_and_crowds(tmp_path):
     assert split.images.name(1).endswith("train2017/000000000003.jpg")
 
 
+def of_one(changed):
+    """A dog with a fault alone."""
+    return {"annotations": [DOG | {"image_id": 100} | changed]}
+
+
 @pytest.mark.parametrize(
     ("changed", "says"),
     [
         ({"annotations": [DOG | {"image_id": 5}]}, "annotation 0: has image_id 5"),
+        (of_one({"category_id": 2}), "annotation 0: has category_id 2"),
         (
-            {"annotations": [DOG | {"image_id": 100, "category_id": 2}]},
-            "annotation 0: has category_id 2",
-        ),
-        (
-            {"annotations": [DOG | {"image_id": 100, "bbox": [50, 0, 12, 3]}]},
+            of_one({"bbox": [50, 0, 12, 3]}),
             "annotation 0: has the box (50.0, 0.0, 12.0, 3.0), which must lie inside its 60 x 40",
         ),
         ({"annotations": [{"image_id": 100}]}, "is not an instances file of COCO: "),
         ({"categories": CATEGORIES[:2]}, "its categories must be those of train2017"),
-        (
-            {"images": [{"id": 100, "file_name": "../a.jpg", "width": 60, "height": 40}]},
-            "must be a path inside the image folder",
-        ),
+        ({"images": [IMAGE | {"file_name": "../a.jpg"}]}, "must be a path inside the image folder"),
         ({"images": []}, "has image_id 100"),
         (
             {"images": 2 * [IMAGE]},
-            "instances_val2017.json: each id of an image must be unique, but 100 occurs",
+            "val2017.json: each id of an image must be unique, but 100 occurs",
         ),
         (
             {"images": [IMAGE, IMAGE | {"id": 5}]},
@@ -121,9 +113,8 @@ def test_missing_files(tmp_path):
     path = tmp_path / "annotations/instances_train2017.json"
     whole = path.read_bytes()
     path.write_bytes(whole.replace(b".jpg", b".\xffg"))
-    with raises_line(
-        DamagedData, "instances_train2017.json: is not an instances file of COCO: 'utf-8' codec"
-    ):
+    said = "instances_train2017.json: is not an instances file of COCO: 'utf-8' codec"
+    with raises_line(DamagedData, said):
         coco(tmp_path)
     path.write_bytes(whole)
     (tmp_path / "val2017" / "000000000001.jpg").unlink()

@@ -16,11 +16,7 @@ from mprun.extensions.bench.roofline.count import count
 from mprun.extensions.detection import faster_rcnn
 from mprun.extensions.detection.boxes import by_box, unsuppressed
 from mprun.extensions.detection.canvases import digit_canvases
-from mprun.extensions.detection.faster_rcnn import (
-    RegionPool,
-    anchors,
-    drawn,
-)
+from mprun.extensions.detection.faster_rcnn import RegionPool, anchors, drawn
 
 from ...execution.trained import SMALL
 from ...helpers import configured
@@ -51,25 +47,22 @@ def batch():
     return images[:4].float().expand(-1, 3, -1, -1) / 50 - 1, targets[:4]
 
 
-class Given(nn.Module):
-    """An object that returns its content, whatever is asked."""
+class Made(nn.Module):
+    """A module of a function."""
 
-    def __init__(self, *values):
+    def __init__(self, forward):
         super().__init__()
-        self.values = values
-
-    def forward(self, *arguments):
-        return self.values[0] if len(self.values) == 1 else self.values
+        self.forward = forward
 
 
 def torchvision_s_proposals(network, scores, offsets, chosen, targets):
     """Regions and losses of torchvision's class for these anchors of each image."""
     own = network.proposals.anchors[chosen] * SIDE
     odds = scores[:, chosen, 1] - scores[:, chosen, 0]
+    outputs = [odds[:, None, :, None]], [offsets[:, chosen].transpose(1, 2)[..., None]]
     before, after = ({"training": n, "testing": n} for n in network.limits[2:4])
     network_of_theirs = RegionProposalNetwork(
-        Given([own] * len(scores)),
-        Given([odds[:, None, :, None]], [offsets[:, chosen].transpose(1, 2)[..., None]]),
+        Made(lambda *_: [own] * len(scores)), Made(lambda _: outputs),
         0.7, 0.3, ALL, 0.5, before, after, 0.7,
     )  # fmt: skip
     network_of_theirs.min_size = network.limits.least_side
@@ -150,9 +143,8 @@ def test_proposals_and_detections_are_torchvision_s(network, batch, monkeypatch)
     assert loss.dtype == torch.float32
     regions, valid = network.proposals.propose(scores, offsets, *limits[4:6])
     proposed = [boxes[valid] * SIDE for boxes, valid in zip(regions, valid, strict=True)]
-    results, _ = theirs(network, roi_align).eval()(
-        {"0": maps}, proposed, [(SIDE, SIDE)] * len(images)
-    )
+    heads, sizes = theirs(network, roi_align).eval(), [(SIDE, SIDE)] * len(images)
+    results, _ = heads({"0": maps}, proposed, sizes)
     for own, other in zip(detections, results, strict=True):
         own = own[own[:, 4] >= 0]
         assert 2 < len(own) == len(other["scores"])
@@ -163,17 +155,10 @@ def test_proposals_and_detections_are_torchvision_s(network, batch, monkeypatch)
 
 def theirs(network, pool=roi_pool):
     """torchvision's second network, on the layers of ours."""
-
-    class Pool(nn.Module):
-        def forward(self, maps, boxes, sizes):
-            return pool(maps["0"], boxes, 4, 0.25)
-
-    class Predictor(nn.Module):
-        def forward(self, found):
-            return network.classes(found), network.offsets(found)
-
+    pooled = Made(lambda maps, boxes, sizes: pool(maps["0"], boxes, 4, 0.25))
+    predictor = Made(lambda found: (network.classes(found), network.offsets(found)))
     return RoIHeads(
-        Pool(), network.head, Predictor(), 0.5, 0.5, ALL, 0.25, None, 0.05, 0.3, 100
+        pooled, network.head, predictor, 0.5, 0.5, ALL, 0.25, None, 0.05, 0.3, 100
     )  # fmt: skip
 
 
@@ -193,30 +178,19 @@ def test_anchors_are_those_of_py_faster_rcnn():
 
 
 def test_what_an_anchor_is_an_example_of():
-    proposals = faster_rcnn.Proposals(
-        torch.tensor(
-            [
-                [0.0, 0.0, 0.4, 0.4],  # the first object itself
-                [0.0, 0.0, 0.4, 0.3],  # 3/4 of it
-                [0.0, 0.0, 0.4, 0.2],  # a half: neither
-                [0.0, 0.0, 0.2, 0.2],  # a quarter: of nothing
-                [0.5, 0.5, 0.7, 1.0],  # 2/5 of the second, which none overlaps more
-                [0.5, 0.5, 1.0, 1.1],  # across the border, although it overlaps it by 5/6
-                [0.0, 0.5, 0.4, 0.9],  # a difficult one
-            ]
-        ),
-        7,
-        0.0,
-    )
-    target = torch.tensor(
-        [
-            [0.0, 0.0, 0.4, 0.4, 3, 0],
-            [0.5, 0.5, 1.0, 1.0, 4, 0],
-            [0.0, 0.5, 0.4, 0.9, 5, 1],
-            [0.0, 0.0, 0.0, 0.0, -1, 0],
-        ]
-    )
-    positive, negative, chosen = proposals.match(target[None])
+    boxes = [
+        [0.0, 0.0, 0.4, 0.4],  # the first object itself
+        [0.0, 0.0, 0.4, 0.3],  # 3/4 of it
+        [0.0, 0.0, 0.4, 0.2],  # a half: neither
+        [0.0, 0.0, 0.2, 0.2],  # a quarter: of nothing
+        [0.5, 0.5, 0.7, 1.0],  # 2/5 of the second, which none overlaps more
+        [0.5, 0.5, 1.0, 1.1],  # across the border, although it overlaps it by 5/6
+        [0.0, 0.5, 0.4, 0.9],  # a difficult one
+    ]
+    objects = [[0.0, 0.0, 0.4, 0.4, 3, 0], [0.5, 0.5, 1.0, 1.0, 4, 0]]
+    objects += [[0.0, 0.5, 0.4, 0.9, 5, 1], [0.0, 0.0, 0.0, 0.0, -1, 0]]
+    proposals = faster_rcnn.Proposals(torch.tensor(boxes), 7, 0.0)
+    positive, negative, chosen = proposals.match(torch.tensor([objects]))
     assert positive[0].tolist() == [True, True, False, False, True, False, False]
     assert negative[0].tolist() == [False, False, False, True, False, False, True]
     assert chosen[0, [0, 1, 4]].tolist() == [0, 0, 1]
@@ -307,37 +281,30 @@ def test_first_convolutions_keep_their_weights(batch):
     assert learns == [False] * 4 + [True] * 4
 
 
-@pytest.mark.parametrize(
-    "mode",
-    [
-        m if m == "fp16_naive" else pytest.param(m, marks=pytest.mark.slow)
-        for m in MODES
-        if m != "tf32"
-    ],
-)
+EVERY = [pytest.param(m, marks=[pytest.mark.slow] * (m != "fp16_naive")) for m in MODES]
+IN_FP32 = {"unsuppressed", "roi_pool", "encode", "decode", "overlaps", "_mean"}
+
+
+@pytest.mark.parametrize("mode", [own for own in EVERY if own.values != ("tf32",)])
 def test_boxes_and_losses_are_fp32_in_every_mode(build_run, mode, monkeypatch):
-    seen = []
+    seen = {name: set() for name in IN_FP32}
 
     def spied(name):
         function = getattr(faster_rcnn, name)
 
         def call(*arguments, **named):
-            seen.append((name, {t.dtype for t in arguments if isinstance(t, torch.Tensor)}))
+            seen[name].update(t.dtype for t in arguments if isinstance(t, torch.Tensor))
             return function(*arguments, **named)
 
         monkeypatch.setattr(faster_rcnn, name, call)
 
-    for name in ("unsuppressed", "roi_pool", "encode", "decode", "overlaps", "_mean"):
+    for name in IN_FP32:
         spied(name)
     built = build_run(*SMALL["two_stages"], f"precision={mode}", "train.eval_arithmetic=mode")
     assert built.task.evaluate()["loss"] > 0
     loss = built.task.train_step(0)["loss"]
     assert loss.dtype == torch.float32 and loss.isfinite()
-    assert {name for name, _ in seen} == {
-        "unsuppressed", "roi_pool", "encode", "decode", "overlaps", "_mean"
-    }  # fmt: skip
-    floats = {torch.float32, torch.bool}
-    assert all(dtypes <= floats for _, dtypes in seen)
+    assert all(dtypes and dtypes <= {torch.float32, torch.bool} for dtypes in seen.values())
 
 
 def vgg(path, **changed):
