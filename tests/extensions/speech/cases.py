@@ -1,11 +1,6 @@
 """Speech adds these rows to the tables of the core's tests."""
 
-TINY = [
-    "model=deep_speech2",
-    "model.channels=2",
-    "model.hidden_size=8",
-    "data.batch_size=4",
-]
+TINY = ["model=deep_speech2", "model.channels=2", "model.hidden_size=8", "data.batch_size=4"]
 SMALL = {"speech": TINY}
 LOSSES = {"deep_speech2": 0.1}
 REFUSED = [

@@ -10,16 +10,8 @@ from mprun.extensions.speech.deep_speech import DeepSpeech2
 
 from ...helpers import configured, refused
 
-SMALL = {
-    "frequencies": 8,
-    "num_symbols": 5,
-    "channels": 3,
-    "frequency_kernels": (5, 3),
-    "time_kernel": 5,
-    "hidden_size": 6,
-    "num_layers": 2,
-    "fully_connected": 7,
-}
+SMALL = {"frequencies": 8, "num_symbols": 5, "channels": 3, "frequency_kernels": (5, 3)}
+SMALL |= {"time_kernel": 5, "hidden_size": 6, "num_layers": 2, "fully_connected": 7}
 BOTH, FORWARD = {"bidirectional": True, "row_convolution": 0}, {"row_convolution": 3}
 
 
@@ -80,13 +72,11 @@ def test_both_directions_are_those_of_a_packed_sequence():
 def test_the_row_convolution_looks_ahead_by_hand():
     network = configured("deep_speech2", **SMALL, **FORWARD)
     layer = network.row_convolution
-    x = torch.randn(7, 2, 6)
+    x, expected = torch.randn(7, 2, 6), torch.zeros(7, 2, 6)
     weight = layer.convolution.weight[:, 0]  # [units, frames]
-    expected = torch.zeros(7, 2, 6)
     for t in range(7):
-        for ahead in range(3):
-            if t + ahead < 7:
-                expected[t] += weight[:, ahead] * x[t + ahead]
+        for ahead in range(min(3, 7 - t)):
+            expected[t] += weight[:, ahead] * x[t + ahead]
     torch.testing.assert_close(layer(x), expected.clamp(0, 20))
 
 

@@ -50,10 +50,9 @@ def test_a_step_is_that_of_torch_s_ctc_loss():
     features, targets = run.data.train_batch(0)
     network = run.task.learner.model
     logits, frames = network(features, targets[:, 0])
-    expected = F.ctc_loss(
-        logits.log_softmax(2), targets[:, 2:], frames, targets[:, 1], reduction="none"
-    ).mean()
-    assert run.task.train_step(0)["loss"].item() == pytest.approx(expected.item(), rel=1e-5)
+    given = logits.log_softmax(2), targets[:, 2:], frames, targets[:, 1]
+    expected = F.ctc_loss(*given, reduction="none").mean().item()
+    assert run.task.train_step(0)["loss"].item() == pytest.approx(expected, rel=1e-5)
 
 
 class Fixed:
