@@ -33,7 +33,7 @@ def folder(tmp_path):
 
 
 def byte_level(path, text=TRAIN, entries=300):
-    """GPT-2's kind of tokenizer, trained on a text."""
+    """GPT-2's tokenizer trained on a text, how it encodes a line, and the token that ends one."""
     tokenizers = pytest.importorskip("tokenizers")
     found = tokenizers.Tokenizer(tokenizers.models.BPE())
     found.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -45,11 +45,12 @@ def byte_level(path, text=TRAIN, entries=300):
     )
     found.train_from_iterator(text.splitlines(), trainer)
     found.save(str(path))
-    return found
+    encode = lambda line: found.encode(line, add_special_tokens=False).ids  # noqa: E731
+    return found, encode, found.token_to_id("<|endoftext|>")
 
 
 def sentences(path, text=TRAIN, entries=60):
-    """A model of sentencepiece, trained on a text."""
+    """A model of sentencepiece, likewise."""
     sentencepiece = pytest.importorskip("sentencepiece")
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
@@ -60,27 +61,21 @@ def sentences(path, text=TRAIN, entries=60):
         minloglevel=2,
     )
     path.write_bytes(model.getvalue())
-    return sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
+    found = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
+    return found, found.encode, found.eos_id()
 
 
 def words(path, names, **more):
     """A tokenizer of words between blanks, as JSON."""
     pytest.importorskip("tokenizers")
-    path.write_text(
-        json.dumps(
-            {
-                "version": "1.0",
-                "added_tokens": [],
-                "pre_tokenizer": {"type": "WhitespaceSplit"},
-                "model": {
-                    "type": "WordLevel",
-                    "vocab": {name: place for place, name in enumerate(names)},
-                    "unk_token": "<unk>",
-                },
-                **more,
-            }
-        )
-    )
+    model = {"type": "WordLevel", "vocab": numbered(names), "unk_token": "<unk>"}
+    content = {"version": "1.0", "added_tokens": [], "model": model}
+    content["pre_tokenizer"] = {"type": "WhitespaceSplit"}
+    path.write_text(json.dumps(content | more))
+
+
+def numbered(names):
+    return {name: place for place, name in enumerate(names)}
 
 
 def source(root, tokenizer, **options):
@@ -98,12 +93,15 @@ def lines_of(text) -> list[str]:
     return [line.removesuffix("\r") for line in text.split("\n")[:-1]]
 
 
+def coded(text, encode, end) -> list[int]:
+    return [token for line in lines_of(text) for token in [*encode(line), end]]
+
+
 def agrees(text, encode, end, train=TRAIN, valid=VALID):
-    wanted = [token for line in lines_of(train) for token in [*encode(line), end]]
+    wanted, found = coded(train, encode, end), trained(text)
     assert text.train_tokens == len(wanted)
-    found = trained(text)
     assert found == wanted[: len(found)] and len(found) >= len(wanted) - 4
-    wanted = [token for line in lines_of(valid) for token in [*encode(line), end]]
+    wanted = coded(valid, encode, end)
     assert text.eval_tokens == len(wanted)
     stride, left_out = divmod(len(wanted) - 1, 16)
     assert held_out(text) == wanted[left_out : left_out + 16 * stride]
@@ -113,16 +111,13 @@ def agrees(text, encode, end, train=TRAIN, valid=VALID):
 
 def test_tokenizers(folder, tmp_path):
     path = tmp_path / "tokenizer.json"
-    library = byte_level(path)
+    library, encode, end = byte_level(path)
     text = source(folder, path)
-    encode = lambda line: library.encode(line, add_special_tokens=False).ids  # noqa: E731
-    agrees(text, encode, library.token_to_id("<|endoftext|>"))
+    agrees(text, encode, end)
     assert text.vocab_size == library.get_vocab_size() == len(text.vocabulary)
     assert text.vocabulary[5] == library.id_to_token(5)
-    hashes = [
-        hashlib.sha256(one.read_bytes()).hexdigest()
-        for one in (folder / "train.txt", folder / "valid.txt", path)
-    ]
+    files = folder / "train.txt", folder / "valid.txt", path
+    hashes = [hashlib.sha256(one.read_bytes()).hexdigest() for one in files]
     about = text.description
     assert about["tokenizer_sha256"] == hashes[2] and about["end_token"] == "<|endoftext|>"
     assert about["tokenizer"].startswith("tokenizer.json, tokenizers 0.")
@@ -132,15 +127,15 @@ def test_tokenizers(folder, tmp_path):
 
 def test_sentencepiece(folder, tmp_path):
     path = tmp_path / "m.model"
-    library = sentences(path)
+    library, encode, end = sentences(path)
     text = source(folder, path)
-    agrees(text, library.encode, library.eos_id())
+    agrees(text, encode, end)
     assert text.vocab_size == library.get_piece_size() == 60
     assert text.vocabulary[7] == library.id_to_piece(7)
     assert text.description["end_token"] == "</s>"
     (folder / "train.txt").write_text(TRAIN.upper())
     lower = source(folder, path, lower=True)
-    agrees(lower, library.encode, library.eos_id(), TRAIN.replace("\r", ""))
+    agrees(lower, encode, end, TRAIN.replace("\r", ""))
 
 
 def test_ids_beyond_sixteen_bits(folder, tmp_path):
@@ -154,14 +149,13 @@ def test_ids_beyond_sixteen_bits(folder, tmp_path):
 
 def test_what_a_file_says_of_training_is_not_done(folder, tmp_path):
     path = tmp_path / "tokenizer.json"
-    library = byte_level(path)
-    plain = trained(source(folder, path))
-    content = json.loads(path.read_text())
+    library, *_ = byte_level(path)
+    plain, whole = trained(source(folder, path)), path.read_text()
+    content = json.loads(whole)
     content["model"]["dropout"] = 0.9
     path.write_text(json.dumps(content))
     assert trained(source(folder, path)) == plain
-    content["model"]["dropout"] = None
-    path.write_text(json.dumps(content))
+    path.write_text(whole)
     cut = library.from_file(str(path))
     cut.enable_truncation(2)
     cut.enable_padding(length=9)
@@ -184,7 +178,7 @@ def test_pairs_in_the_names_of_wmt(tmp_path):
     pytest.importorskip("mprun.extensions.translation")
     root, path = tmp_path / "wmt", tmp_path / "joint.model"
     root.mkdir()
-    library = sentences(path, "\n".join([*PAIRS[0], *PAIRS[1]] * 9), 50)
+    library, encode, _ = sentences(path, "\n".join([*PAIRS[0], *PAIRS[1]] * 9), 50)
     for side, language in zip(PAIRS, ("en", "fr"), strict=True):
         content = "\n".join([*side, ""]).encode()
         (root / f"newstest2013.{language}").write_bytes(content)
@@ -195,7 +189,7 @@ def test_pairs_in_the_names_of_wmt(tmp_path):
     (batch,) = text.eval_batches()
     for side, rows in zip(PAIRS, batch, strict=True):
         for line, row in zip((side[0], side[2]), rows.tolist(), strict=True):
-            wanted = [4 + token for token in library.encode(line)] + [2]
+            wanted = [4 + token for token in encode(line)] + [2]
             assert row == wanted + [0] * (16 - len(wanted))
     assert text.source_vocab_size == text.target_vocab_size == 56
     about = text.description
@@ -225,8 +219,8 @@ def test_text_that_the_tokenizer_cannot_encode(folder, tmp_path):
     words(tmp_path / "t.json", ["the", "</s>"])
     with raises_line(DataError, "cannot encode the text: WordLevel error: Missing"):
         source(folder, tmp_path / "t.json")
-    names = {name: place for place, name in enumerate(["</s>", *"abcdefghijklmnopqrstuvwxyz"])}
-    letters = {"type": "BPE", "vocab": names, "merges": []}
+    names = ["</s>", *"abcdefghijklmnopqrstuvwxyz"]
+    letters = {"type": "BPE", "vocab": numbered(names), "merges": []}
     words(tmp_path / "t.json", [], model=letters)
     lost = "silently drop '2' (U+0032)"  # the first of the text's by its number
     with raises_line(DataError, f"data.tokenizer={tmp_path}/t.json: cannot encode the text", lost):
@@ -282,21 +276,13 @@ def test_without_the_library(folder, tmp_path, capsys, monkeypatch, content, lib
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["tokenizers", "sentencepiece"])
-def test_wikitext_2(wikitext_2, tmp_path, kind):
-    valid, train = (
-        (wikitext_2 / f"wiki.{split}.tokens").read_text() for split in ("valid", "train")
-    )
+@pytest.mark.parametrize("make", [byte_level, sentences], ids=["tokenizers", "sentencepiece"])
+def test_wikitext_2(wikitext_2, tmp_path, make):
+    valid, train = ((wikitext_2 / f"wiki.{own}.tokens").read_text() for own in ("valid", "train"))
     path = tmp_path / "file"
-    if kind == "tokenizers":
-        library = byte_level(path, valid, 8000)
-        encode = lambda line: library.encode(line, add_special_tokens=False).ids  # noqa: E731
-        end = library.token_to_id("<|endoftext|>")
-    else:
-        library = sentences(path, valid, 8000)
-        encode, end = library.encode, library.eos_id()
+    _, encode, end = make(path, valid, 8000)
     text = source(wikitext_2, path, cache=tmp_path / "cache", sequence_length=100_000)
-    wanted = [token for line in lines_of(train) for token in [*encode(line), end]]
+    wanted = coded(train, encode, end)
     assert text.train_tokens == len(wanted) > 2_088_628  # more than its words
     assert trained(text)[-100_000:] == wanted[: len(wanted) // 100_000 * 100_000][-100_000:]
     assert text.description["eval_samples"] / (3_760 + 213_886) > 1

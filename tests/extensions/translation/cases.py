@@ -2,14 +2,8 @@
 
 from ...helpers import ONE_CORE
 
-TINY = [
-    *ONE_CORE,
-    "model=seq2seq",
-    "model.hidden_size=8",
-    "model.embedding_size=8",
-    "data.max_length=8",
-    "data.batch_size=4",
-]
+TINY = [*ONE_CORE, "model=seq2seq", "model.hidden_size=8", "model.embedding_size=8"]
+TINY += ["data.max_length=8", "data.batch_size=4"]
 DROPOUT = [*TINY, "model.dropout=0.3"]
 MODELS = {"seq2seq": TINY}
 PRODUCTS = {
@@ -40,9 +34,7 @@ RECIPES = {
         compare.margin=0.01
     """,
 }
-SCHEDULES = [
-    ("seq2seq_wmt15", 340_000, 340_000, {0: 0.5, 339_999: 0.5}),
-]
+SCHEDULES = [("seq2seq_wmt15", 340_000, 340_000, {0: 0.5, 339_999: 0.5})]
 _LSTMS = "forwards.weight_{0}_l0 backwards.weight_{0}_l0 decoder.weight_{0}_l0"
 HIDDEN = {
     "seq2seq": (

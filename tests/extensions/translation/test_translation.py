@@ -41,17 +41,12 @@ def test_words_count_as_often_as_in_the_reference_and_unknown_ones_never():
 
 
 @pytest.mark.parametrize(
-    "pairs",
-    [
-        [("", "abcd")],
-        [("abc", "abc")],  # too short for a 4-gram
-        [("abcxdef", "abcydef")],  # none matches
-        [("abcd", "")],
-        [("", "")],
-    ],
+    ("one", "other"),
+    # The second pair is too short for a 4-gram; of the third none matches.
+    [("", "abcd"), ("abc", "abc"), ("abcxdef", "abcydef"), ("abcd", ""), ("", "")],
 )
-def test_no_four_words_in_common_is_zero(pairs):
-    assert bleu(*((words(one), words(other)) for one, other in pairs)) == 0
+def test_no_four_words_in_common_is_zero(one, other):
+    assert bleu((words(one), words(other))) == 0
 
 
 def test_an_empty_hypothesis_counts_with_the_length_of_its_reference():
@@ -69,9 +64,7 @@ def test_bleu_is_that_of_sacrebleu(seed):
         kept = [word for word in reference if draw.random() < 0.9]
         pairs.append((kept + [4] * draw.choice([0, 0, 2]), reference))
     pairs[3] = ([], pairs[3][1])
-    one, other = (
-        [" ".join(map(str, side)) for side in sides] for sides in zip(*pairs, strict=True)
-    )
+    one, other = ([" ".join(map(str, pair[side])) for pair in pairs] for side in (0, 1))
     metric = sacrebleu.BLEU(tokenize="none", smooth_method="none", force=True)
     expected = metric.corpus_score(one, [other]).score
     assert 1 < expected < 100
@@ -111,10 +104,9 @@ def test_bleu_is_of_the_held_out_sentences(build_run, monkeypatch):
     task = build_run(*SMALL).task
     targets = [target for _, target in task.data.eval_batches()]
     answers = iter([*targets, *(target[:, :3] for target in targets)])
-    monkeypatch.setattr(
-        task.learner.model, "translate", lambda _, most, *__: asked.append(most) or next(answers)
-    )
     asked: list[int] = []
+    answer = lambda _, most, *__: asked.append(most) or next(answers)  # noqa: E731
+    monkeypatch.setattr(task.learner.model, "translate", answer)
     whole, cut = task.evaluate()["bleu"], task.evaluate()["bleu"]
     assert asked == 2 * [target.shape[1] for target in targets]
     assert any((target == 3).any() for target in targets)
