@@ -31,59 +31,32 @@ from mprun.tasks import Learner
 ONE_CORE = ["device=cpu", "threads=1", "train.eval_every=0"]
 LM = [
     *ONE_CORE,
-    "model=lstm_lm",
-    "model.hidden_size=16",
-    "model.embedding_size=16",
-    "data.vocab_limit=100",
-    "data.batch_size=4",
-    "data.sequence_length=5",
+    *"model=lstm_lm model.hidden_size=16 model.embedding_size=16".split(),
+    *"data.vocab_limit=100 data.batch_size=4 data.sequence_length=5".split(),
 ]
 # Without the text of the documentation, which takes a moment to read.
 TINY_LM = [
     *ONE_CORE,
-    "model=lstm_lm",
-    "model.hidden_size=8",
-    "model.embedding_size=8",
-    "data=synthetic_tokens",
-    "data.vocab_size=16",
-    "data.sequence_length=4",
-    "data.batch_size=2",
-    "data.train_tokens=200",
-    "data.eval_tokens=100",
+    *"model=lstm_lm model.hidden_size=8 model.embedding_size=8 data=synthetic_tokens".split(),
+    *"data.vocab_size=16 data.sequence_length=4 data.batch_size=2".split(),
+    *"data.train_tokens=200 data.eval_tokens=100".split(),
 ]
 TINY_GAN = [
     *ONE_CORE,
-    "model=dcgan",
-    "data=synthetic_images",
-    "data.value_range=tanh",
-    "data.image_size=32",
-    "data.train_size=64",
-    "data.eval_size=16",
-    "data.batch_size=8",
-    "model.latent_size=8",
-    "model.generator_width=4",
-    "model.discriminator_width=4",
+    *"model=dcgan data=synthetic_images data.value_range=tanh data.image_size=32".split(),
+    *"data.train_size=64 data.eval_size=16 data.batch_size=8".split(),
+    *"model.latent_size=8 model.generator_width=4 model.discriminator_width=4".split(),
 ]
 TINY_AUTOENCODER = [
     *ONE_CORE,
-    "model=conv_autoencoder",
-    "data.image_size=32",
-    "data.batch_size=8",
-    "model.width=2",
-    "model.code_size=4",
+    *"model=conv_autoencoder data.image_size=32 data.batch_size=8".split(),
+    *"model.width=2 model.code_size=4".split(),
 ]
 TINY_GPT = [
     *ONE_CORE,
-    "model=gpt",
-    "model.hidden_size=32",
-    "model.num_layers=1",
-    "model.num_heads=2",
-    "data=synthetic_tokens",
-    "data.vocab_size=64",
-    "data.batch_size=4",
-    "data.sequence_length=16",
-    "data.train_tokens=2048",
-    "data.eval_tokens=512",
+    *"model=gpt model.hidden_size=32 model.num_layers=1 model.num_heads=2".split(),
+    *"data=synthetic_tokens data.vocab_size=64 data.batch_size=4 data.sequence_length=16".split(),
+    *"data.train_tokens=2048 data.eval_tokens=512".split(),
 ]
 TINY_MOE = [own if own != "model=gpt" else "model=gpt_moe" for own in TINY_GPT]
 TINY_MOE += ["model.kv_heads=null", "model.expert_size=32"]

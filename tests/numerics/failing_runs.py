@@ -34,7 +34,7 @@ def run(folder, *overrides, plant=None, steps=6):
     if plant is not None:
         plant(built)
     directory = folder / "run"
-    directory.mkdir(exist_ok=True)
+    directory.mkdir(parents=True, exist_ok=True)
     code = attempt(composed.config, built, new_record(directory, composed))
     return directory, code
 

@@ -8,16 +8,8 @@ from torch import nn
 from mprun.data import DatasetSource
 
 SPOILT = 7  # the image's number
-RUN = [
-    "model=custom",
-    f"data.factory={__name__}:data",
-    f"model.factory={__name__}:network",
-    "device=cpu",
-    "threads=1",
-    "data.batch_size=4",
-    "train.steps=12",
-    "precision=amp",
-]
+RUN = ["model=custom", f"data.factory={__name__}:data", f"model.factory={__name__}:network"]
+RUN += ["device=cpu", "threads=1", "data.batch_size=4", "train.steps=12", "precision=amp"]
 
 
 class Images(torch.utils.data.Dataset):
@@ -31,10 +23,10 @@ class Images(torch.utils.data.Dataset):
         return image, index % 3
 
 
-def data(batch_size, seed, device):
+def data(batch_size, seed, device, make=DatasetSource):
     own = {"batch_size": batch_size, "seed": seed, "device": device}
     held_out = torch.utils.data.Subset(Images(), range(8, 24))
-    return DatasetSource(Images(), held_out, num_classes=3, **own)
+    return make(Images(), held_out, num_classes=3, **own)
 
 
 class OneWay(DatasetSource):
@@ -50,9 +42,7 @@ class OneWay(DatasetSource):
 
 
 def stream(batch_size, seed, device):
-    own = {"batch_size": batch_size, "seed": seed, "device": device}
-    held_out = torch.utils.data.Subset(Images(), range(8, 24))
-    return OneWay(Images(), held_out, num_classes=3, **own)
+    return data(batch_size, seed, device, OneWay)
 
 
 class Root(nn.Module):

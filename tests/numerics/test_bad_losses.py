@@ -15,26 +15,19 @@ from .failing_runs import run as run_planted
 from .spoilt_data import RUN
 
 
-@pytest.fixture(scope="module")
-def spoilt(tmp_path_factory):
-    """A run that is done, though a batch of each epoch holds NaN."""
-    with pytest.MonkeyPatch.context() as changed:
-        changed.setenv("SPOILT_WITH", "nan")
-        folder = tmp_path_factory.mktemp("spoilt") / "amp"
-        assert run(folder, *RUN) == 0
-    return folder
-
-
 def bad_steps(folder) -> list[int]:
     return [row["step"] for row in rows_of(folder, "train") if not math.isfinite(row["loss"])]
 
 
 @pytest.mark.slow
-def test_the_record_names_the_steps_and_what_their_batches_hold(spoilt):
+def test_the_record_names_the_steps_and_what_their_batches_hold(tmp_path, monkeypatch):
+    """A run is done, though a batch of each epoch holds NaN."""
+    monkeypatch.setenv("SPOILT_WITH", "nan")
+    spoilt = tmp_path / "amp"
+    assert run(spoilt, *RUN) == 0
     steps = bad_steps(spoilt)  # one in each epoch of six
-    assert (
-        len(steps) == 2 and read_columns(spoilt / "metrics.jsonl").nonfinite_skips.tolist() == steps
-    )
+    assert len(steps) == 2
+    assert read_columns(spoilt / "metrics.jsonl").nonfinite_skips.tolist() == steps
     record = record_of(spoilt)
     assert (record["status"], record["skipped"]) == ("done", 2)
     assert record["bad_batches"] == {str(s): "inputs: 3 of 256 values are NaN" for s in steps}
@@ -65,9 +58,8 @@ def test_a_source_that_refuses_to_go_back_takes_no_outcome(tmp_path, monkeypatch
     monkeypatch.setenv("SPOILT_WITH", "nan")
     words = [word.replace("spoilt_data:data", "spoilt_data:stream") for word in RUN]
     assert run(tmp_path / "amp", *words) == 0
-    record = record_of(tmp_path / "amp")
+    record, (step, *_) = record_of(tmp_path / "amp"), bad_steps(tmp_path / "amp")
     assert record["status"] == "done" and "bad_batches" not in record
-    step = bad_steps(tmp_path / "amp")[0]
     said = f"mprun: the batch of step {step} could not be read again: a stream has no way back\n"
     assert said in capsys.readouterr().err
 
@@ -84,18 +76,13 @@ def test_either_loss_of_a_gan_counts(tmp_path):
 
 
 @pytest.mark.slow
-def test_sound_skips_are_as_they_were(tmp_path, capsys):
+def test_sound_skips_are_as_they_were(tmp_path, capsys, monkeypatch):
     """2^24 is too large a scale for the gradients, not for the loss."""
-    fp32 = [word for word in RUN if word != "precision=amp"]
-    scaled = ["precision=amp", "scaler.init_scale=16777216"]
-    with pytest.MonkeyPatch.context() as changed:
-        changed.setenv("SPOILT_WITH", "0.5")
-        assert run(tmp_path / "amp", *fp32, *scaled) == 0
-    printed = capsys.readouterr().err
+    monkeypatch.setenv("SPOILT_WITH", "0.5")
+    assert run(tmp_path / "amp", *RUN, "scaler.init_scale=16777216") == 0
+    printed, record = capsys.readouterr().err, record_of(tmp_path / "amp")
     assert "finds its level" in printed and "the loss itself" not in printed
-    assert record_of(tmp_path / "amp")["skipped"] and "bad_batches" not in record_of(
-        tmp_path / "amp"
-    )
+    assert record["skipped"] and "bad_batches" not in record
 
 
 def test_a_post_mortem_does_not_call_them_normal():

@@ -50,7 +50,6 @@ def test_the_kept_state_is_the_one_before_the_bad_step(tmp_path, model, mode):
     assert images.isnan().all()
 
     # Independent: the same run without the bad batch, stopped before it, saves a checkpoint.
-    (tmp_path / "other").mkdir()
     saving = f"train.checkpoint_every={BAD - 1}"
     other, _ = run(tmp_path / "other", *arguments, saving, steps=BAD - 1)
     expected = checkpoint.load_newest(other / "checkpoints", CPU).state
@@ -74,7 +73,6 @@ def test_dropout_and_carried_state_come_back(tmp_path):
 def test_keeping_changes_no_number_of_the_run(tmp_path):
     found = []
     for keep in ("true", "false"):
-        (tmp_path / keep).mkdir()
         arguments = [*LM, "model.dropout=0.3", "precision=amp", "train.checkpoint_every=12"]
         arguments += ["optim=sgd", f"numerics.keep_failure={keep}", "train.log_every=3"]
         directory, _ = run(tmp_path / keep, *arguments, steps=12)
@@ -95,7 +93,6 @@ def test_keeping_changes_no_number_of_the_run(tmp_path):
 def test_what_is_trained_again_is_not_counted(arguments, plant, tmp_path):
     found = []
     for keep in ("true", "false"):
-        (tmp_path / keep).mkdir()
         more = ["train.log_every=5", f"numerics.keep_failure={keep}"]
         directory, code = run(tmp_path / keep, *arguments, *more, plant=plant, steps=20)
         assert code == 3
@@ -119,9 +116,9 @@ def test_only_a_state_above_1_gib_is_too_large(build_run, monkeypatch):
 
 
 def test_a_failing_disk_leaves_the_run_diverged(tmp_path):
-    # A file where the folder of the kept state belongs.
-    (tmp_path / "run" / "numerics").mkdir(parents=True)
-    (tmp_path / "run" / "numerics" / "failure").write_text("in the way")
+    in_the_way = tmp_path / "run" / "numerics" / "failure"  # where the kept state belongs
+    in_the_way.parent.mkdir(parents=True)
+    in_the_way.touch()
     directory, code = run(tmp_path, *NAIVE_ADAM)
     assert code == 3 and record_of(directory)["status"] == "diverged"
     assert "FileExistsError" in read_post_mortem(directory)["failure"]["reason"]
@@ -152,11 +149,14 @@ def test_copies_are_taken_seldom_and_never_within_a_row_of_skips(tmp_path, build
 
 
 def test_a_copy_younger_than_the_failure_is_of_no_use(tmp_path, build_run):
-    built = build_run(*LM, "precision=fp32", "optim=sgd_plain")
-    keeper = FailureKeeper(built)
+    keeper = FailureKeeper(build_run(*LM, "precision=fp32", "optim=sgd_plain"))
     keeper.keep(7, 0)
     kept = keeper.record(tmp_path, Kept("loss", 7), {})
     assert kept.folder is None and "younger" in kept.reason
+
+
+COLLAPSED = "loss_scale collapsed: {} skipped updates in a row at its floor"
+AT_THE_FLOOR = [(3, 4, 0), (4, 4, 1), (5, 2, 1), (6, 1, 1), (7, 1, 1), (8, 1, 1)]
 
 
 @pytest.mark.parametrize(
@@ -165,26 +165,11 @@ def test_a_copy_younger_than_the_failure_is_of_no_use(tmp_path, build_run):
         ("non-finite loss", 12, [], Kept("loss", 12)),
         ("non-finite evaluation loss", 20, [], Kept("evaluation", 20)),
         # Skips from step 4 on, at the floor of 1 from step 6 on.
-        (
-            "loss_scale collapsed: 5 skipped updates in a row at its floor",
-            8,
-            [(3, 4, 0), (4, 4, 1), (5, 2, 1), (6, 1, 1), (7, 1, 1), (8, 1, 1)],
-            Kept("collapse", 6),
-        ),
+        (COLLAPSED.format(5), 8, AT_THE_FLOOR, Kept("collapse", 6)),
         # A static scale is its own floor; an earlier skip is no part of the row.
-        (
-            "loss_scale collapsed: 2 skipped updates in a row at its floor",
-            8,
-            [(5, 8, 1), (6, 8, 0), (7, 8, 1), (8, 8, 1)],
-            Kept("collapse", 7),
-        ),
+        (COLLAPSED.format(2), 8, [(5, 8, 1), (6, 8, 0), (7, 8, 1), (8, 8, 1)], Kept("collapse", 7)),
         # Steps without a record are steps without a skip.
-        (
-            "loss_scale collapsed: 2 skipped updates in a row at its floor",
-            40,
-            [(20, 8, 1), (39, 8, 1), (40, 8, 1)],
-            Kept("collapse", 39),
-        ),
+        (COLLAPSED.format(2), 40, [(20, 8, 1), (39, 8, 1), (40, 8, 1)], Kept("collapse", 39)),
     ],
 )
 def test_the_step_to_replay(cause, last, rows, expected):

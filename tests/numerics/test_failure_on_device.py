@@ -15,7 +15,6 @@ from ..shipped import OF_ANY_NETWORK
 from .failing_runs import CPU, GAN, LM, set_weight
 
 YES, NO = torch.tensor(True), torch.tensor(False)
-PASSED = {True: YES, False: NO}
 
 
 def trained(built, steps):
@@ -23,10 +22,10 @@ def trained(built, steps):
         built.task.train_step(index)
 
 
-def state_of(built):
+def taken(built, step=0):
     snapshot = Snapshot(built.task, CPU)
-    snapshot.take(0, 0)
-    return snapshot.content()
+    snapshot.take(step, 0)
+    return snapshot
 
 
 @pytest.mark.slow
@@ -34,9 +33,7 @@ def state_of(built):
 @pytest.mark.parametrize("mode", [mode for mode in OF_ANY_NETWORK if mode != "tf32"])
 def test_taken_or_left(build_run, model, mode):
     built = build_run(*model, f"precision={mode}", "optim=adam", "optim.eps=1e-3")
-    snapshot = Snapshot(built.task, CPU)
-    snapshot.take(0, 0)
-    before = state_of(built)
+    snapshot, before = taken(built), taken(built).content()
 
     trained(built, (0, 2))  # the language model now carries a state
     snapshot.take_if(NO, 2)
@@ -44,7 +41,7 @@ def test_taken_or_left(build_run, model, mode):
     assert (snapshot.step, snapshot.skipped) == (0, 0)
     for part in ("task", "random"):
         assert_same_bits(snapshot.content()[part], before[part])
-    after = state_of(built)
+    after = taken(built).content()
     snapshot.take_if(YES, 2)
     trained(built, (2, 4))  # what the device has copied, later steps do not move
     snapshot.settle(True, 1)
@@ -52,8 +49,7 @@ def test_taken_or_left(build_run, model, mode):
     for part in ("task", "random"):
         assert_same_bits(snapshot.content()[part], after[part])
 
-    later = flat(built.task.state_dict())
-    later = {name: value.clone() for name, value in later.items()}
+    later = {name: value.clone() for name, value in flat(built.task.state_dict()).items()}
     snapshot.restore()
     trained(built, (2, 4))
     assert_same_bits(flat(built.task.state_dict()), later)
@@ -67,13 +63,12 @@ def flat(state):
 def test_memory_is_used_again(build_run):
     built = build_run(*LM, "precision=fp16_master", "optim=sgd")
     trained(built, (0, 1))
-    snapshot = Snapshot(built.task, CPU)
-    snapshot.take(1, 0)
+    snapshot = taken(built, step=1)
     places = {path: leaf.data_ptr() for path, leaf in flat(snapshot.content()["task"]).items()}
     size = size_of(snapshot.content()["task"])
     for chosen in (True, False, True):
         trained(built, (1, 2))
-        snapshot.take_if(PASSED[chosen], 2)
+        snapshot.take_if(torch.tensor(chosen), 2)
         snapshot.settle(chosen, 0)
         kept = flat(snapshot.content()["task"])
         assert {path: leaf.data_ptr() for path, leaf in kept.items()} == places
@@ -81,9 +76,7 @@ def test_memory_is_used_again(build_run):
 
 
 def test_nothing_is_settled_twice_or_without_a_copy(build_run):
-    built = build_run(*LM, "precision=fp32")
-    snapshot = Snapshot(built.task, CPU)
-    snapshot.take(0, 0)
+    snapshot = taken(build_run(*LM, "precision=fp32"))
     snapshot.settle(True, 9)
     assert (snapshot.step, snapshot.skipped) == (0, 0)
     snapshot.take_if(YES, 3)
@@ -118,7 +111,7 @@ def test_the_device_decides(build_run, sound, weight, step):
     built = build_run(*LM, "precision=fp16_master_scaled", "optim=sgd_plain")
     keeper = keeper_of(built)
     set_weight(built, "output.bias", weight)
-    keeper.keep_if(4, torch.tensor(2), lambda: PASSED[sound])
+    keeper.keep_if(4, torch.tensor(2), lambda: torch.tensor(sound))
     assert keeper.snapshot.step == 0  # the host has not been told yet
     keeper._settle()
     assert (keeper.snapshot.step, keeper.snapshot.skipped) == (step, 2 if step else 0)
@@ -140,7 +133,7 @@ def test_a_new_copy_settles_the_one_before(build_run):
     keeper = keeper_of(built)
     for step, sound in ((2, True), (4, False), (6, True), (8, False)):
         trained(built, (step, step + 1))
-        keeper.keep_if(step, torch.tensor(0), lambda sound=sound: PASSED[sound])
+        keeper.keep_if(step, torch.tensor(0), lambda sound=sound: torch.tensor(sound))
         keeper._due = 0.0
     assert keeper.snapshot.step == 6
     keeper.keep(9, 0)
@@ -163,7 +156,6 @@ def test_a_record_knows_which_step_the_copy_is_of(tmp_path, build_run, monkeypat
     assert (kept.replayed_from, kept.replayed, kept.compared) == (2, 2, 2)
     assert kept.first_difference is None
     (tmp_path / "numerics").mkdir(exist_ok=True)
-    state = checkpoint.load_newest(tmp_path / "numerics" / "failure", CPU).state
-    assert state["step"] == 3
+    assert checkpoint.load_newest(tmp_path / "numerics" / "failure", CPU).state["step"] == 3
     kept = keeper.record(tmp_path, Kept("loss", 4), {4: math.nan})
     assert (kept.compared, kept.first_difference) == (1, 4)

@@ -12,7 +12,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from mprun.numerics.exponent_shares import ExponentCounts
-from mprun.numerics.probe import Probe, chosen_modules
 from mprun.numerics.probe_record import (
     MOST,
     OperationStats,
@@ -24,9 +23,8 @@ from mprun.numerics.probe_record import (
     write_probe,
 )
 from mprun.numerics.trace import Operation, name_of, operands
-from mprun.tasks import Classification
 
-from ..helpers import making, mixed
+from .small_runs import classification, probed
 
 INF = math.inf
 
@@ -66,20 +64,18 @@ class Net(nn.Module):
 
 def task_of(inner, mode="fp32", again=False):
     torch.manual_seed(0)
-    learner = mixed(Net(inner(), again), mode, making(torch.optim.SGD, 0.1))
-    context, scale = learner.prepared.forward_context, learner.prepared.loss_scale
-    return Classification(learner, Batches(), context.policy, context, scale)
+    return classification(Net(inner(), again), Batches(), mode)
 
 
-def probed(task):
-    with Probe(task, chosen_modules(task.learners, ())) as probe:
-        metrics = task.train_step(0)
-    return probe.read([metrics["loss"]])[0]["model"]
+def of_inner(make):
+    """Operations of a module's forward pass."""
+    found = probed(task_of(make))["model"].operations.items()
+    return {place.operation: own for place, own in found if place[:2] == ("forward", "inner")}
 
 
 def test_magnitudes_are_those_of_a_float64_reference():
     """Forward and backward; FP32's products of 5 numbers are within 5 * 2^-24 of their sum."""
-    found = probed(task_of(partial(Scores, 2.0))).operations
+    found = probed(task_of(partial(Scores, 2.0)))["model"].operations
     torch.manual_seed(0)
     reference = Net(Scores(2.0)).double()
     inputs, labels = Batches(torch.float64).train_batch(0)
@@ -105,12 +101,11 @@ def test_magnitudes_are_those_of_a_float64_reference():
 
 
 def test_a_run_in_16_bits_says_what_overflowed():
-    found = probed(task_of(partial(Scores, 3e4), "fp16_master")).operations
-    overflows = {place: own.overflows for place, own in found.items() if own.overflows}
-    assert overflows == {Place("forward", "inner", "bmm"): 1}  # and softmax read its infinities
-    found = probed(task_of(InPlace, "fp16_master"))
-    overflows = {place: own.overflows for place, own in found.operations.items() if own.overflows}
-    assert overflows == {Place("forward", "inner", "pow_"): 1}
+    # Softmax reads the infinities of bmm.
+    for inner, operation in ((partial(Scores, 3e4), "bmm"), (InPlace, "pow_")):
+        found = probed(task_of(inner, "fp16_master"))["model"]
+        overflows = {at: own.overflows for at, own in found.operations.items() if own.overflows}
+        assert overflows == {Place("forward", "inner", operation): 1}
     assert found.reach == {}  # the layer inside is none of the model's
 
 
@@ -123,7 +118,8 @@ class InPlace(nn.Module):
 
 @pytest.mark.parametrize("gain", [1.0, 3e4])
 def test_what_is_computed_anew_is_measured_once(gain):
-    once, twice = (probed(task_of(partial(Scores, gain), again=again)) for again in (False, True))
+    tasks = (task_of(partial(Scores, gain), again=again) for again in (False, True))
+    once, twice = (probed(task)["model"] for task in tasks)
     assert once.operations == twice.operations
     assert once.reach == twice.reach
 
@@ -150,10 +146,7 @@ class Masks(nn.Module):
 
 
 def test_divisors_by_hand():
-    found = probed(task_of(Divides)).operations
-    rows = {
-        place.operation: own for place, own in found.items() if place[:2] == ("forward", "inner")
-    }
+    rows = of_inner(Divides)
     assert rows["div"].stats.amax == 2.0**47
     assert rows["div"].divisor == 2.0**-30
     assert rows["log2"].divisor == 2.0**47
@@ -166,10 +159,7 @@ def test_divisors_by_hand():
 
 
 def test_masks_are_no_results():
-    found = probed(task_of(Masks)).operations
-    rows = {
-        place.operation: own for place, own in found.items() if place[:2] == ("forward", "inner")
-    }
+    rows = of_inner(Masks)
     assert rows["masked_fill"].stats.amax == rows["add"].stats.amax == 3
     assert rows["masked_fill"].stats.counts.inf == 6 * 10
     assert rows["where"].stats.amax == 2
@@ -220,12 +210,11 @@ def test_a_probe_keeps_the_most_notable_rows_in_order(tmp_path):
     rows[Place("backward", "", "mul")] = stats(0.0)
     kept = most_notable(rows)
     assert [place.module for place in kept][:MOST] == [f"{n:02}" for n in range(MOST)]
-    lost = [place for place, own in kept.items() if own.lost() == 1]
-    assert len(lost) == MOST
+    assert len([place for place, own in kept.items() if own.lost() == 1]) == MOST
     assert Place("forward", "59", "div") in kept
     assert Place("backward", "", "sum") in kept
     assert len(kept) == 2 * MOST + 2
-    own = probed(task_of(partial(Scores, 3e4)))
+    own = probed(task_of(partial(Scores, 3e4)))["model"]
     record = ProbeRecord(1, False, {"loss_scale": 0.0}, {"model": own})
     path = write_probe(tmp_path, record)
     assert read_probe(path) == record

@@ -77,11 +77,20 @@ class SmallTask:
         return loss.detach()
 
 
-def watched(mode, overrides=None, **arguments):
-    task = SmallTask(mode, overrides, **arguments)
-    with FirstStep(task, task.policy, overrides or {}) as first:
+def first_step(task, policy, overrides=None):
+    with FirstStep(task, policy, overrides or {}) as first:
         task.train_step(0)
     return first
+
+
+def watched(mode, overrides=None, **arguments):
+    task = SmallTask(mode, overrides, **arguments)
+    return first_step(task, task.policy, overrides)
+
+
+def rows_of(first):
+    """(operation, phase) -> row of the table."""
+    return {(row["operation"], row["phase"]): row for row in first.operations()["rows"]}
 
 
 def test_a_step_that_raises_leaves_no_watcher_behind():
@@ -143,10 +152,11 @@ def test_every_mode_runs_what_its_definition_says(mode):
 
 
 def test_calls_elements_and_flops_by_hand():
-    table, phases = watched("fp16_master").operations()["rows"], ("forward", "backward", "update")
+    first, phases = watched("fp16_master"), ("forward", "backward", "update")
+    table = first.operations()["rows"]
     order = [(phases.index(row["phase"]), -row.get("flops", 0)) for row in table]
     assert order == sorted(order)
-    rows = {(row["operation"], row["phase"]): row for row in table}
+    rows = rows_of(first)
     convolution = rows["convolution", "forward"]
     assert convolution["calls"] == 1
     assert convolution["elements"] == BATCH * WIDTH * SIZE * SIZE
@@ -169,23 +179,19 @@ def test_calls_elements_and_flops_by_hand():
 def test_attention_is_counted_with_its_flops(build_run, mode, dtype, mode_of_attention):
     words = [*TINY_GPT, "model=gpt_llama", f"model.attention={mode_of_attention}"]
     built = build_run(*words, f"precision={mode}", "data.batch_size=3")
-    with FirstStep(built.task, built.policy, {}) as first:
-        built.task.train_step(0)
+    first = first_step(built.task, built.policy)
     assert first.not_in_16_bits() == []
-    rows = {(r["operation"], r["phase"]): r for r in first.operations()["rows"]}
+    rows, manual = rows_of(first), mode_of_attention == "manual"
     # Scores and what is attended to: 3 windows, 2 heads of 16 units, 16 x 16 pairs, of which the
     # fused kernel takes those that a causal mask leaves.
-    pairs = 16 * 16 if mode_of_attention == "manual" else 16 * 17 // 2
+    pairs = 16 * 16 if manual else 16 * 17 // 2
     product = 2 * 3 * 2 * pairs * 16
-    name = "_scaled_dot_product_flash_attention_for_cpu"
-    if mode_of_attention == "manual":
-        forward, backward = rows["bmm", "forward"], rows["bmm", "backward"]
-        assert (forward["flops"], backward["flops"]) == (2 * product, 4 * product)
-    else:
-        forward, backward = rows[name, "forward"], rows[f"{name}_backward", "backward"]
-        # Scores are made again.
-        assert (forward["flops"], backward["flops"]) == (2 * product, 5 * product)
-        assert forward["calls"] == backward["calls"] == 1
+    name = "bmm" if manual else "_scaled_dot_product_flash_attention_for_cpu"
+    forward = rows[name, "forward"]
+    backward = rows[name if manual else f"{name}_backward", "backward"]
+    # The fused kernel makes scores again.
+    assert (forward["flops"], backward["flops"]) == (2 * product, (4 if manual else 5) * product)
+    assert manual or forward["calls"] == backward["calls"] == 1
     assert forward["dtype"] == backward["dtype"] == dtype
 
 
@@ -281,8 +287,7 @@ def test_an_overflow_of_a_gradient_is_none_of_the_forward_pass():
     task.learners["model"].model.output.register_forward_hook(
         lambda _, __, out: out.register_hook(grown) and None
     )
-    with FirstStep(task, task.policy, {}) as first:
-        task.train_step(0)
+    first = first_step(task, task.policy)
     assert first.overflowed() == []
     assert first.not_in_16_bits() == ["mm in the backward pass"]
 
@@ -306,9 +311,7 @@ def test_a_module_in_fp32_by_mistake_is_named():
             return forward(x.float())
 
     output.forward = without_autocast
-    with FirstStep(task, task.policy, {}) as first:
-        task.train_step(0)
-    assert first.not_in_16_bits() == ["addmm in output"]
+    assert first_step(task, task.policy).not_in_16_bits() == ["addmm in output"]
 
 
 def test_what_a_step_kept_goes_with_it_if_no_backward_pass_comes():
@@ -371,9 +374,7 @@ RECURRENT = {"fp32": "mkldnn_rnn_layer", "amp": "lstm", "fp16_master_scaled": "l
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", RECURRENT)
-@pytest.mark.parametrize(
-    "model", ["lstm_lm", "dcgan", pytest.param("resnet50", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("model", MODELS)
 def test_watching_changes_no_bit(build_run, model, mode):
     results = []
     # At the default scale of 2^16 the first updates would be skipped.
@@ -391,9 +392,7 @@ def test_watching_changes_no_bit(build_run, model, mode):
 @pytest.mark.parametrize("mode", RECURRENT)
 def test_a_fused_recurrent_layer_is_counted_as_one_product(build_run, mode):
     built = build_run(*MODELS["lstm_lm"], f"precision={mode}")
-    with FirstStep(built.task, built.policy, {}) as first:
-        built.task.train_step(0)
-    rows = {(r["operation"], r["phase"]): r for r in first.operations()["rows"]}
+    rows = rows_of(first_step(built.task, built.policy))
     name, lstm = RECURRENT[mode], built.task.learner.model.lstm
     positions = 4 * 5
     per_position = sum(w.numel() for w in lstm.parameters() if w.dim() == 2)
@@ -466,12 +465,8 @@ def test_a_run_records_its_first_step_and_says_it_once(tmp_path, capsys):
     record = record_of(directory)
     assert record["operations"]["step"] == 1
     # Every call that the emulation took over is in the table; the run took three steps.
-    rows = record["operations"]["rows"]
-    emulated = {
-        f"{row['phase']} {row['operation']}": 3 * row["calls"]
-        for row in rows
-        if row["dtype"] == "emulated fp16"
-    }
+    rows = [row for row in record["operations"]["rows"] if row["dtype"] == "emulated fp16"]
+    emulated = {f"{row['phase']} {row['operation']}": 3 * row["calls"] for row in rows}
     assert emulated == record["emulated"]
     memory = record["memory_by_kind"]
     kept = sum(memory["activations"].values()) + sum(memory.get("weight_copies", {}).values())
@@ -485,8 +480,7 @@ def test_a_run_records_its_first_step_and_says_it_once(tmp_path, capsys):
 @pytest.mark.parametrize("model", MODELS)
 def test_on_cuda_the_backward_threads_are_seen(build_run, model, mode):
     built = build_run(*MODELS[model], f"precision={mode}", device="cuda")
-    with FirstStep(built.task, built.policy, {}) as first:
-        built.task.train_step(0)
+    first = first_step(built.task, built.policy)
     found = {(row["phase"], row["dtype"]) for row in first.operations()["rows"] if row.get("flops")}
     dtype = mode if mode in ("fp32", "tf32") else "fp16"
     assert found == {("forward", dtype), ("backward", dtype)}

@@ -18,19 +18,8 @@ from mprun.numerics.post_mortem import (
     write_post_mortem,
 )
 
-KEPT = {
-    "kind": "loss",
-    "step": 4,
-    "replayed_from": 0,
-    "replayed": 4,
-    "compared": 4,
-    "first_difference": None,
-    "folder": "numerics/failure/step-00000003",
-    "reason": None,
-}
-
-
-ENDS = [(math.nan, False), (math.nan, True), (2.0, False), (2.0, True)]
+KEPT = {"kind": "loss", "step": 4, "replayed_from": 0, "replayed": 4, "compared": 4}
+KEPT |= {"first_difference": None, "folder": "numerics/failure/step-00000003", "reason": None}
 
 
 def rows_of(*values):
@@ -47,16 +36,14 @@ def test_a_non_finite_loss_at_an_applied_step_and_what_spoilt_the_weights():
     rows = rows_of((2.3, 1, 0), (2.2, 1, 0), (math.nan, 1, 0))
     applied = "non-finite loss at an applied step"
     assert classify("non-finite loss", rows, "none", 3) == [applied]
-    earlier = [f"{applied} (3); the cause is step 2"]
-    assert classify("non-finite loss", rows, "none", 2) == earlier
+    assert classify("non-finite loss", rows, "none", 2) == [f"{applied} (3); the cause is step 2"]
     evaluation = ["non-finite loss in an evaluation"]
     assert classify("non-finite evaluation loss", rows_of((2.3, 1, 0)), "none", 1) == evaluation
     for values, why in (
         ({"f9": math.nan, "loss": 2.3}, ["an evaluation returned f9 = nan; the loss is finite"]),
         ({"f9": math.nan, "loss": math.inf}, evaluation),
     ):
-        cause = nonfinite_metric(values)
-        assert classify(cause, rows_of((2.3, 1, 0)), "none", 1) == why
+        assert classify(nonfinite_metric(values), rows_of((2.3, 1, 0)), "none", 1) == why
     assert nonfinite_metric({"loss": 2.3, "f9": 0.0}) is None
 
 
@@ -115,7 +102,8 @@ def test_the_history_holds_the_last_steps_and_their_gradient_norms():
     for step in range(1, 71, 10):
         rows = [StepRow(step + i, float(step + i), 1.0, False, 0) for i in range(10)]
         history.add(rows, {"loss": 1.0, "grad_norm": 0.5, "g_grad_norm": 0.25})
-    assert [StepRow(1, loss, 1.0, skips, 0).diverged for loss, skips in ENDS] == [1, 0, 0, 0]
+    ends = [(math.nan, False), (math.nan, True), (2.0, False), (2.0, True)]
+    assert [StepRow(1, loss, 1.0, skips, 0).diverged for loss, skips in ends] == [1, 0, 0, 0]
     rows = history.up_to(70)
     assert [row["step"] for row in rows] == list(range(21, 71))
     assert len(rows) == LAST
@@ -143,13 +131,12 @@ def test_the_files_hold_what_was_given(tmp_path):
 
 def test_what_was_not_kept_or_not_reproduced_is_said(tmp_path):
     rows = rows_of((2.5, 1, 0), (math.nan, 1, 0))
-    write_post_mortem(
-        tmp_path, "non-finite loss", 2, rows, "none", KEPT | {"folder": None, "reason": "no room"}
-    )
-    assert "not kept (no room)" in (tmp_path / "numerics" / "post-mortem.md").read_text()
-    write_post_mortem(tmp_path, "non-finite loss", 2, rows, "none", KEPT | {"first_difference": 2})
-    text = (tmp_path / "numerics" / "post-mortem.md").read_text()
-    assert "another loss from step 2 on" in text
+    for changes, said in (
+        ({"folder": None, "reason": "no room"}, "not kept (no room)"),
+        ({"first_difference": 2}, "another loss from step 2 on"),
+    ):
+        write_post_mortem(tmp_path, "non-finite loss", 2, rows, "none", KEPT | changes)
+        assert said in (tmp_path / "numerics" / "post-mortem.md").read_text()
 
 
 def test_a_run_without_one_and_a_torn_one(tmp_path):

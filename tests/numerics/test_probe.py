@@ -20,65 +20,50 @@ from mprun.numerics.exponent_shares import ExponentCounts
 from mprun.numerics.probe import Probe, chosen_modules, owner
 from mprun.numerics.probe_record import KINDS, read_probes
 from mprun.record.run_record import read_record
-from mprun.tasks import Classification
 
-from ..helpers import (
-    assert_same_bits,
-    but,
-    making,
-    mixed,
-    numbers_of,
-    refused,
-    run,
-    without_waiting,
-)
-from .small_runs import SMALL, watched_steps
+from ..helpers import assert_same_bits, but, numbers_of, refused, run, without_waiting
+from .small_runs import SMALL, classification, probed, watched_steps
 
-MODES = ("fp32", "fp16_master_scaled", "amp")
-CASES = [
-    # The two with more than 20 million parameters take seconds a step.
-    pytest.param(model, mode, marks=pytest.mark.slow if model in ("alexnet", "resnet50") else ())
-    for model in SMALL
-    for mode in MODES
-]
+CASES = {
+    f"{model}-{mode}": [*SMALL[model], f"precision={mode}"]
+    for model in sorted(SMALL, key="lstm_lm".__ne__)  # the quickest first
+    for mode in ("fp32", "fp16_master_scaled", "amp")
+}
+# Whose updates are measured.
+IN_BF16 = ("bf16_stochastic", "bf16_naive", "bf16_kahan")
+CASES |= {mode: [*SMALL["lstm_lm"], "optim=adam", f"precision={mode}"] for mode in IN_BF16}
 
 
 def counted(*tensors) -> ExponentCounts:
-    counts = exponent_counts(tensors).sum(0)
-    return ExponentCounts(counts.numpy())
+    return ExponentCounts(exponent_counts(tensors).sum(0).numpy())
 
 
-def probed(task, step=0, patterns=()):
-    with Probe(task, chosen_modules(task.learners, patterns)) as probe:
-        metrics = task.train_step(step)
-    learners, (loss,) = probe.read([metrics["loss"]])
-    assert loss == metrics["loss"].item()
-    return learners
-
-
-@pytest.mark.parametrize(("model", "mode"), CASES)
+@pytest.mark.parametrize("case", CASES)
 @pytest.mark.few(1)
-def test_a_probed_and_shadowed_run_is_bit_equal_to_one_without(build_run, tmp_path, model, mode):
+def test_a_probed_and_shadowed_run_is_bit_equal_to_one_without(build_run, tmp_path, case):
     """Losses, gradient norms, scales, weights, masters, optimizer state, statistics, random state.
 
     Dropout and the GAN's codes make the random state count; the clipped run covers clipping.
     """
     runs, steps = [], 4
     for every in (0, 2):
-        built = build_run(*SMALL[model], f"precision={mode}")
+        built = build_run(*CASES[case])
         losses = watched_steps(built, tmp_path, steps, every, shadow_every=every)
         state = built.task.state_dict()
         runs.append((losses, state, torch.get_rng_state(), built.forward_context.rerouted()))
     assert_same_bits(*runs)
-    assert [record.step for record in read_probes(tmp_path)] == list(range(2, steps + 1, 2))
+    records = read_probes(tmp_path)
+    assert [record.step for record in records] == list(range(2, steps + 1, 2))
+    if case in IN_BF16:
+        assert records[1].learners["model"].total_applied().wanted > 0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["fp32", "fp16_naive", "fp16_master_scaled", "bf16_naive", "amp"])
 def test_what_is_counted_is_what_the_step_computed(build_run, mode):
     """Against tensors kept by hand: outputs by retain_grad, weights and gradients by copies."""
-    built = build_run(*SMALL["conv_autoencoder"], f"precision={mode}", "train.accumulate=1")
-    twin = build_run(*SMALL["conv_autoencoder"], f"precision={mode}", "train.accumulate=1")
+    words = [*SMALL["conv_autoencoder"], f"precision={mode}", "train.accumulate=1"]
+    built, twin = build_run(*words), build_run(*words)
     own = probed(built.task)["model"]
 
     named, outputs, gradients = twin.task.learner.named, {}, {}
@@ -118,8 +103,8 @@ def test_what_is_counted_is_what_the_step_computed(build_run, mode):
             ("updates", updates),
         ):
             assert own.tensors[kind][module].counts == counted(*tensors), kind
-        flat = [torch.cat([t.flatten().float() for t in ts]) for ts in ([before[n] for n in mine],)]
-        expected = lost_updates(flat, [torch.cat([u.flatten() for u in updates])])[0]
+        flat = torch.cat([before[name].flatten().float() for name in mine])
+        expected = lost_updates([flat], [torch.cat([u.flatten() for u in updates])])[0]
         assert own.lost_updates[module] == read_counts(expected.tolist())
     total = own.total("weights").counts
     assert total == counted(*before.values())
@@ -139,25 +124,20 @@ class Blobs:
         return torch.randn(6, 5, generator=generator), torch.arange(6) % 3
 
 
-def classifier(inplace: bool) -> Classification:
-    """Linear, ReLU used twice, and a sum in place, as in a residual block."""
+class Residual(nn.Sequential):
+    """Linear, ReLU used twice, and a sum in place or not, as in a residual block."""
+
+    def forward(self, x):
+        first, relu, second, last = self
+        hidden = relu(first(x))
+        out = second(hidden)
+        return last(relu(out.add_(hidden) if relu.inplace else out + hidden))
+
+
+def classifier(inplace):
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(5, 8), nn.ReLU(inplace), nn.Linear(8, 8), nn.Linear(8, 3))
-    model.forward = lambda x: _forward(model, x, inplace)
-    learner = mixed(model, "fp32", making(torch.optim.SGD, 0.1))
-    context, scale = learner.prepared.forward_context, learner.prepared.loss_scale
-    return Classification(learner, Blobs(), context.policy, context, scale)
-
-
-def _forward(model, x, inplace):
-    first, relu, second, last = model
-    hidden = relu(first(x))
-    out = second(hidden)
-    if inplace:
-        out += hidden
-    else:
-        out = out + hidden
-    return last(relu(out))
+    layers = nn.Linear(5, 8), nn.ReLU(inplace), nn.Linear(8, 8), nn.Linear(8, 3)
+    return classification(Residual(*layers), Blobs())
 
 
 def test_operations_in_place_hide_nothing():
@@ -247,8 +227,7 @@ def test_a_larger_loss_scale_shifts_gradients_and_nothing_else(build_run):
 
 def test_a_skipped_step_says_so(build_run, tmp_path):
     overrides = [*SMALL["conv_autoencoder"], "precision=fp16_master_scaled", "scaler=static"]
-    built = build_run(*overrides, "scaler.scale=536870912")
-    watched_steps(built, tmp_path, 1, every=1)
+    watched_steps(build_run(*overrides, "scaler.scale=536870912"), tmp_path, 1, every=1)
     [record] = read_probes(tmp_path)
     assert record.skipped and record.log2_loss_scale == {"loss_scale": 29.0}
     own = record.learners["model"]
@@ -331,10 +310,8 @@ TINY = ["device=cpu", "threads=1", *SMALL["lstm_lm"], "precision=amp", "train.st
 def test_a_whole_run_with_probes_has_the_same_records(tmp_path):
     plain, probed_run = tmp_path / "plain", tmp_path / "probed"
     assert run(plain, *TINY) == 0
-    assert (
-        run(probed_run, *TINY, "numerics=probes", "numerics.every=2", "numerics.shadow_every=3")
-        == 0
-    )
+    every = ["numerics=probes", "numerics.every=2", "numerics.shadow_every=3"]
+    assert run(probed_run, *TINY, *every) == 0
     assert numbers_of(plain) == numbers_of(probed_run)
     assert not (plain / "numerics").exists()
     records = read_probes(probed_run)
@@ -344,8 +321,7 @@ def test_a_whole_run_with_probes_has_the_same_records(tmp_path):
 
 
 def test_tensorboard_shows_histograms_and_scalars(build_run, tmp_path):
-    built = build_run(*SMALL["lstm_lm"])
-    watched_steps(built, tmp_path, 2, every=2, shadow_every=2)
+    watched_steps(build_run(*SMALL["lstm_lm"]), tmp_path, 2, every=2, shadow_every=2)
     [record] = read_probes(tmp_path)
     own = record.learners["model"]
     events = EventAccumulator(str(tmp_path)).Reload()
@@ -386,9 +362,8 @@ def test_numerics_belongs_to_no_comparison():
 def test_a_shadow_needs_numerics_on():
     with pytest.raises(BadInput, match="numerics.shadow_every=5: needs numerics=probes"):
         compose_config(["numerics.shadow_every=5"])
-    assert (
-        compose_config(["numerics=probes", "numerics.shadow_every=5"]).config.numerics.every == 100
-    )
+    config = compose_config(["numerics=probes", "numerics.shadow_every=5"]).config
+    assert config.numerics.every == 100
 
 
 @pytest.mark.slow

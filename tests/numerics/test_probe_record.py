@@ -89,8 +89,7 @@ def test_what_fp16_makes_of_a_kind_in_words():
     [(65519.0, 0), (65520.0, -1), (1.0, 15), (2.0**-24, 39), (2 - 2.0**-11, 14), (1.9, 15)],
 )
 def test_headroom_is_that_of_the_largest_value_counted_or_not(amax, headroom):
-    own = TensorStats(ExponentCounts(), amax, "fp32", 7)
-    assert own.headroom == headroom
+    assert TensorStats(ExponentCounts(), amax, "fp32", 7).headroom == headroom
     exact = np.ldexp(np.float64(amax), [headroom, headroom + 1])
     with np.errstate(over="ignore"):
         assert list(np.isfinite(exact.astype(np.float16))) == [True, False]
