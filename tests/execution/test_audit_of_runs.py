@@ -15,10 +15,10 @@ from mprun.training.announcements import notes
 from mprun.training.loop import MetricLogger
 from mprun.training.signals import Stopped
 
-from ..helpers import ONE_CORE, TINY_GPT, assert_same_bits, record_of, run
+from ..helpers import ONE_CORE, TINY_GPT, record_of, run
 from ..shipped import MODES
 from .call_recorder import CallRecorder
-from .trained import SMALL, Training, assert_same_rows
+from .trained import SMALL, Training, assert_same_training, of, twins
 
 # torch says that its CPU library has no LSTM with projection.
 pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections")
@@ -56,14 +56,8 @@ def late(data):
 def always(data):
     return Always(data.num_classes, 64)
 '''
-OWN = [*ONE_CORE, "model=custom", "data=synthetic_images", "data.batch_size=4", "train.steps=6"]
-OWN += [
-    "data.image_size=8",
-    "data.channels=1",
-    "data.train_size=32",
-    "data.eval_size=8",
-    "optim=sgd",
-]
+OWN = [*ONE_CORE, *of("model=custom data=synthetic_images data.batch_size=4 train.steps=6")]
+OWN += of("data.image_size=8 data.channels=1 data.train_size=32 data.eval_size=8 optim=sgd")
 
 
 @pytest.fixture(autouse=True)
@@ -107,15 +101,10 @@ def test_watched_steps_compute_the_same_bits(build_run, task, mode):
     name, _, in_parts = task.partition(" in ")
     words = [*SMALL[name], f"precision={mode}", "train.steps=20"]
     words += ["train.accumulate=2"] if in_parts else []
-    plain, built = build_run(*words), build_run(*words)
-    random = torch.get_rng_state()
-    expected = Training(plain, plain.task.train_step).steps(0, 4)
-    torch.set_rng_state(random)
-    found = Training(built, built.stepper.step).steps(0, 4)
-    assert_same_rows(expected, found)
-    assert_same_bits(plain.task.state_dict(), built.task.state_dict())
+    expected, built = twins(build_run, *words, steps=4)
+    assert_same_training(expected, Training(built, built.stepper.step).steps(0, 4))
     assert built.stepper.audit.watched == 3 and built.stepper.audit.products
-    assert plain.stepper.audit.watched == 0
+    assert expected.built.stepper.audit.watched == 0
     assert not built.stepper.notes
 
 
@@ -154,11 +143,7 @@ def test_a_contradiction_in_a_later_step_ends_the_run_in_one_line(tmp_path, own_
     record = record_of(tmp_path / "run")
     assert record["status"] == "failed" and said in record["cause"]
     assert record["audit"]["watched"] == 1
-    assert record["audit"]["products"] == {
-        "backward fp32": 1,
-        "forward bf16": 1,
-        "forward fp32": 1,
-    }
+    assert record["audit"]["products"] == {"backward fp32": 1, "forward bf16": 1, "forward fp32": 1}
 
 
 def test_a_contradiction_in_every_step_is_refused_before_the_run(tmp_path, own_code, capsys):
@@ -200,29 +185,27 @@ def test_a_container_in_fp32_is_no_product_that_was_not_asked_for(tmp_path, caps
 
 @pytest.mark.slow
 def test_attempts_of_a_resumed_run_add_up(tmp_path):
-    words = [*TINY_GPT, "precision=amp", "train.checkpoint_every=2"]
-    words.append("optim.schedule=constant")
+    words = [*TINY_GPT, "precision=amp", "train.checkpoint_every=2", "optim.schedule=constant"]
     assert run(tmp_path / "run", *words, "train.steps=4") == 0
     first = record_of(tmp_path / "run")["audit"]
     assert main([f"resume={tmp_path / 'run'}", "train.steps=6"]) == 0
     both = record_of(tmp_path / "run")["audit"]
     assert (first["watched"], both["watched"]) == (3, 5)
-    name = "forward fp16"
-    assert 3 * both["products"][name] == 5 * first["products"][name] > 0
+    once, twice = (audit["products"]["forward fp16"] for audit in (first, both))
+    assert 3 * twice == 5 * once > 0
 
 
 @pytest.mark.slow
 def test_an_attempt_without_a_step_does_not_fail(tmp_path, monkeypatch):
     """A run that was stopped in its last evaluation has only the evaluation left."""
-    evaluate = MetricLogger.evaluate
 
     def stopped(self, step, *more):
         raise Stopped("SIGTERM")
 
     words = [*TINY_GPT, "precision=fp16_master_scaled", "train.steps=3"]
-    monkeypatch.setattr(MetricLogger, "evaluate", stopped)
-    assert run(tmp_path / "run", *words) == 75
-    monkeypatch.setattr(MetricLogger, "evaluate", evaluate)
+    with monkeypatch.context() as patch:
+        patch.setattr(MetricLogger, "evaluate", stopped)
+        assert run(tmp_path / "run", *words) == 75
     assert main([f"resume={tmp_path / 'run'}"]) == 0
     record = record_of(tmp_path / "run")
     assert (record["status"], record["attempts"], record["audit"]["watched"]) == ("done", 2, 3)

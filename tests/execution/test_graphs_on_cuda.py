@@ -15,6 +15,8 @@ from mprun.precision.random_states import (
     restore_random_states,
 )
 
+from ..helpers import without_waiting
+from ..numerics.failing_runs import with_data
 from .trained import Training, of
 
 pytestmark = pytest.mark.gpu
@@ -102,26 +104,14 @@ def test_a_schedule_is_not_frozen(build_run, mode):
     assert rate.item() == torch.tensor(built.rate.rates[STEPS - 1]).item()
 
 
-class OneBatch:
-    """The same data, of which every batch is the first."""
-
-    def __init__(self, data):
-        self.data, self.batch = data, data.train_batch(0)
-
-    def train_batch(self, index):
-        return self.batch
-
-    def __getattr__(self, name):
-        return getattr(self.data, name)
-
-
 def test_every_replay_draws_new_dropout_masks(build_run):
     """Weights that do not move and one batch: only the masks change the loss."""
     overrides = [*MODELS["alexnet"], "optim.lr=1e-30", "optim.weight_decay=0"]
     losses = []
     for setting in ("off", "on"):
         built = made(build_run, *overrides, f"train.cuda_graph={setting}")
-        built.task.data = OneBatch(built.task.data)
+        only = built.task.data.train_batch(0)
+        with_data(lambda index, batch, only=only: only)(built)
         losses.append(trained(built).values("loss"))
     assert len(set(losses[1].tolist())) == STEPS
     assert torch.allclose(losses[0], losses[1], rtol=1e-5)
@@ -134,12 +124,8 @@ def test_replays_wait_for_nothing(build_run, model):
     with built.stepper.on_stream():
         run.steps(0, 6)  # both recordings: with and without the gradient norm
         assert built.stepper.description["replayed"] == 3
-        torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with without_waiting():
             run.steps(6, 8)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
         run.steps(8, 9)
 
 
@@ -193,8 +179,7 @@ def test_a_step_that_waits_stays_eager_or_ends_the_run(build_run, capsys):
             with pytest.raises(BadInput, match="train.cuda_graph=on: the step waits for the"):
                 trained(built)
         else:
-            run = trained(built)
-            assert run.values("loss").isfinite().all()
+            assert trained(built).values("loss").isfinite().all()
             assert "the step waits for the device" in built.stepper.description["cuda_graph"]
             assert "no CUDA graph: the step waits" in capsys.readouterr().err
 
@@ -242,8 +227,7 @@ def test_channels_last_differs_by_rounding(build_run, model, mode):
     plain = trained(made(build_run, *overrides), steps=3).values("loss")
     built = made(build_run, *overrides, "train.channels_last=on")
     assert built.stepper.description["channels_last"] == "on"
-    found = trained(built, steps=3).values("loss")
-    assert torch.allclose(found, plain, rtol=rounding(model, mode))
+    assert torch.allclose(trained(built, steps=3).values("loss"), plain, rtol=rounding(model, mode))
 
 
 @pytest.mark.slow

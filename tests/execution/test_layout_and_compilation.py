@@ -7,7 +7,7 @@ import torch
 
 from mprun.errors import BadInput
 
-from ..helpers import assert_same_bits
+from ..helpers import assert_same_bits, raises_line
 from .trained import SMALL, Training
 
 # FP32 kernels of another layout, or compiled ones, add up in another order. A sum of some 10^3
@@ -15,6 +15,8 @@ from .trained import SMALL, Training
 FP32_TOLERANCE = 1e-4
 # One rounding to FP16 is 2^-11 = 5e-4; a few of them in a row, averaged in the loss.
 FP16_TOLERANCE = 4e-3
+# One rounding to BF16 is 2^-9.
+BF16_TOLERANCE = 1e-2
 NHWC = "train.channels_last=on"
 IMAGE_TASKS = ["reconstruction", "gan"]
 
@@ -35,8 +37,7 @@ def test_channels_last_differs_by_rounding(build_run, task, mode, tolerance):
     if mode != "fp32":
         overrides.append("scaler.init_scale=256")
     expected = losses(build_run(*overrides, "train.channels_last=off"))
-    found = losses(build_run(*overrides, NHWC))
-    assert torch.allclose(found, expected, rtol=tolerance, atol=0)
+    assert torch.allclose(losses(build_run(*overrides, NHWC)), expected, rtol=tolerance, atol=0)
 
 
 def test_weights_masters_state_and_images_lie_in_one_order(build_run):
@@ -71,36 +72,27 @@ def test_a_checkpoint_of_one_layout_continues_in_the_other(build_run, first):
     assert found[0] == pytest.approx(found[1], rel=FP16_TOLERANCE)
 
 
+COMPILED = {task: ([*SMALL[task], "optim.lr=1e-4"], FP32_TOLERANCE) for task in IMAGE_TASKS}
+COMPILED |= {
+    mode: ([*SMALL["transformer"], f"precision={mode}", "cpu_half=native"], BF16_TOLERANCE)
+    for mode in ("amp_bf16", "bf16_master", "fp8_tensorwise")
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("task", IMAGE_TASKS)
-def test_compiled_steps_differ_by_rounding(build_run, task):
-    overrides = [*SMALL[task], "optim.lr=1e-4"]
-    expected = losses(build_run(*overrides))
-    built = build_run(*overrides, "train.compile=default")
+@pytest.mark.parametrize("case", COMPILED)
+def test_compiled_steps_differ_by_rounding(build_run, case):
+    """A break in the graph would be an error."""
+    words, tolerance = COMPILED[case]
+    expected = losses(build_run(*words))
+    built = build_run(*words, "train.compile=default")
     found = losses(built)
     assert found[0] == expected[0]  # the first step is not compiled
-    assert torch.allclose(found, expected, rtol=FP32_TOLERANCE, atol=0)
+    assert torch.allclose(found, expected, rtol=tolerance, atol=0)
     assert built.stepper.description["compile"] == "default"
     assert built.stepper.description["compile_s"] > 0
     assert all(learner.network is not learner.model for learner in built.task.learners.values())
-    evaluated = built.task.evaluate()
-    assert all(value == value for value in evaluated.values())
-
-
-# One rounding to BF16 is 2^-9; a few of them in a row, averaged in the loss.
-BF16_TOLERANCE = 1e-2
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["amp_bf16", "bf16_master", "fp8_tensorwise"])
-def test_a_compiled_mode_differs_by_rounding(build_run, mode):
-    """A break in the graph would be an error."""
-    overrides = [*SMALL["transformer"], f"precision={mode}", "cpu_half=native"]
-    expected = losses(build_run(*overrides))
-    built = build_run(*overrides, "train.compile=default")
-    found = losses(built)
-    assert found[0] == expected[0] and torch.allclose(found, expected, rtol=BF16_TOLERANCE, atol=0)
-    assert built.stepper.description["compile_s"] > 0
+    assert all(value == value for value in built.task.evaluate().values())
 
 
 @pytest.mark.slow
@@ -112,11 +104,9 @@ def test_without_a_compiler_one_line_says_so(build_run, monkeypatch):
     torch._dynamo.reset()
     built = build_run(*SMALL["reconstruction"], "model.code_size=5", "train.compile=default")
     built.stepper.step(0)
-    with pytest.raises(BadInput) as error:
+    with raises_line(BadInput, "(allowed here: auto, off)") as error:
         built.stepper.step(1)
-    line = str(error.value)
-    assert line.startswith("train.compile=default: ") and "\n" not in line
-    assert "(allowed here: auto, off)" in line
+    assert str(error.value).startswith("train.compile=default: ")
 
 
 def test_a_recurrent_network_of_ones_own_is_not_compiled(build_run, tmp_path, monkeypatch):

@@ -12,8 +12,9 @@ from mprun.execution.step_clock import WARM_UP, pays
 from mprun.execution.step_runner import StepRunner
 
 from ..helpers import assert_same_bits, raises_line
+from ..numerics.failing_runs import with_data
 from .call_recorder import CallRecorder
-from .trained import SMALL, Training, assert_same_rows
+from .trained import SMALL, Training, assert_same_rows, assert_same_training, twins
 
 # torch says that its CPU library has no LSTM with projection.
 pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections")
@@ -21,32 +22,16 @@ STEPS = 9
 SCALED = ["fp16_master_scaled", "amp"]
 
 
-def recorded(built, recorder=None, **options):
+def recorded(built, recorder=None, bad=(), **options):
+    """A stepper that replays, and the training by its steps."""
     graph = GraphedStep(built.task, recorder or CallRecorder(), **{"required": True, **options})
-    return StepRunner(built.task, built.rate, built.device, graph=graph)
-
-
-def pair(build_run, *overrides, bad=(), steps=STEPS, data=None):
-    """A run trained eagerly, what it gave, and its twin at the start, random state included."""
-    eager, built = build_run(*overrides), build_run(*overrides)
-    for one in (eager, built) if data else ():
-        one.task.data = data(one.task.data)
-    random = torch.get_rng_state()
-    expected = Training(eager, eager.task.train_step, bad).steps(0, steps)
-    torch.set_rng_state(random)
-    return eager, expected, built
+    stepper = StepRunner(built.task, built.rate, built.device, graph=graph)
+    return stepper, Training(built, stepper.step, bad)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("task", "mode"),
-    [
-        pytest.param(
-            task, mode, marks=pytest.mark.slow if task in ("batch_norm", "dropout") else ()
-        )
-        for task in SMALL
-        for mode in ("fp32", *SCALED)
-    ],
+    ("task", "mode"), [(task, mode) for task in SMALL for mode in ("fp32", *SCALED)]
 )
 def test_replayed_steps_are_the_eager_ones(build_run, task, mode):
     """With skips, a schedule, dropout, epochs and logged steps."""
@@ -54,11 +39,9 @@ def test_replayed_steps_are_the_eager_ones(build_run, task, mode):
     if mode in SCALED:
         overrides += ["scaler.init_scale=16", "scaler.growth_interval=2"]
     bad = {WARM_UP + 1, 6} if mode in SCALED else ()
-    eager, expected, built = pair(build_run, *overrides, bad=bad)
-    stepper = recorded(built)
-    run = Training(built, stepper.step, bad).steps(0, STEPS)
-    assert_same_rows(expected, run)
-    assert_same_bits(eager.task.state_dict(), built.task.state_dict())
+    expected, built = twins(build_run, *overrides, bad=bad, steps=STEPS)
+    stepper, run = recorded(built, bad=bad)
+    assert_same_training(expected, run.steps(0, STEPS))
     assert stepper.description["cuda_graph"] == "on"
     assert stepper.description["replayed"] == STEPS - WARM_UP
     if mode in SCALED:
@@ -71,24 +54,25 @@ def test_replayed_steps_are_the_eager_ones(build_run, task, mode):
 @pytest.mark.parametrize("task", ["language_model", "gan"])
 def test_a_checkpoint_of_replayed_steps_continues_in_another_run(build_run, task):
     overrides = [*SMALL[task], "precision=amp", "scaler.growth_interval=2"]
-    eager, expected, built = pair(build_run, *overrides)
-    Training(built, recorded(built).step).steps(0, 5)
+    expected, built = twins(build_run, *overrides, steps=STEPS)
+    recorded(built)[1].steps(0, 5)
     saved, random = copy.deepcopy(built.task.state_dict()), torch.get_rng_state()
     again = build_run(*overrides)
     again.task.load_state_dict(saved)
     torch.set_rng_state(random)
-    run = Training(again, recorded(again).step).steps(5, STEPS)
+    run = recorded(again)[1].steps(5, STEPS)
     assert torch.equal(run.values("loss"), expected.values("loss")[5:])
-    assert_same_bits(eager.task.state_dict(), again.task.state_dict())
+    assert_same_bits(expected.built.task.state_dict(), again.task.state_dict())
 
 
 @pytest.mark.parametrize("task", ["language_model", "reconstruction"])
 @pytest.mark.few(1)
 def test_going_back_and_eager_steps_between_replays(build_run, task):
     """As a replay of a failure does: state restored into the same run, steps outside."""
-    eager, expected, built = pair(build_run, *SMALL[task], "precision=fp16_master_scaled")
-    stepper = recorded(built)
-    run = Training(built, stepper.step).steps(0, 5)
+    words = [*SMALL[task], "precision=fp16_master_scaled"]
+    expected, built = twins(build_run, *words, steps=STEPS)
+    stepper, run = recorded(built)
+    run.steps(0, 5)
     saved, random = copy.deepcopy(built.task.state_dict()), torch.get_rng_state()
     run.steps(5, 7)
     built.task.load_state_dict(saved)
@@ -101,15 +85,13 @@ def test_going_back_and_eager_steps_between_replays(build_run, task):
     run.take = stepper.step
     run.steps(8, STEPS)
     assert torch.equal(run.values("loss"), expected.values("loss"))
-    assert_same_bits(eager.task.state_dict(), built.task.state_dict())
+    assert_same_bits(expected.built.task.state_dict(), built.task.state_dict())
 
 
 def test_the_state_of_another_network_starts_in_an_eager_step(build_run):
-    eager, expected, built = pair(build_run, *SMALL["language_model"], steps=14)
-    stepper = recorded(built, zero_state=False)
-    run = Training(built, stepper.step).steps(0, 14)
-    assert_same_rows(expected, run)
-    assert_same_bits(eager.task.state_dict(), built.task.state_dict())
+    expected, built = twins(build_run, *SMALL["language_model"], steps=14)
+    stepper, run = recorded(built, zero_state=False)
+    assert_same_training(expected, run.steps(0, 14))
     starts = [step for step in range(14) if step % built.data.batches_per_epoch == 0]
     late = [step for step in starts if step >= WARM_UP]
     assert late and stepper.description["replayed"] == 14 - WARM_UP - len(late)
@@ -118,33 +100,21 @@ def test_the_state_of_another_network_starts_in_an_eager_step(build_run):
 @pytest.mark.slow
 def test_micro_batches_of_a_language_model_without_a_state(build_run):
     overrides = [*SMALL["transformer"], "precision=amp", "train.accumulate=2"]
-    eager, expected, built = pair(build_run, *overrides)
-    stepper = recorded(built)
-    run = Training(built, stepper.step).steps(0, STEPS)
-    assert_same_rows(expected, run)
-    assert_same_bits(eager.task.state_dict(), built.task.state_dict())
+    expected, built = twins(build_run, *overrides, steps=STEPS)
+    stepper, run = recorded(built)
+    assert_same_training(expected, run.steps(0, STEPS))
     assert stepper.description["replayed"] == STEPS - WARM_UP
 
 
-class OneSmaller:
-    """The same data, with a batch of half the size in place 5."""
-
-    def __init__(self, data):
-        self.data = data
-
-    def train_batch(self, index):
-        images, labels = self.data.train_batch(index)
-        half = len(images) // 2 if index == 5 else len(images)
-        return images[:half], labels[:half]
-
-    def __getattr__(self, name):
-        return getattr(self.data, name)
+def half_of_one(index, batch):
+    return [own[: len(own) // 2] for own in batch] if index == 5 else batch
 
 
 def test_a_batch_of_another_size_is_eager(build_run):
-    _, expected, built = pair(build_run, *SMALL["reconstruction"], data=OneSmaller)
-    stepper = recorded(built)
-    assert_same_rows(expected, Training(built, stepper.step).steps(0, STEPS))
+    words, plant = SMALL["reconstruction"], with_data(half_of_one)
+    expected, built = twins(build_run, *words, steps=STEPS, plant=plant)
+    stepper, run = recorded(built)
+    assert_same_rows(expected, run.steps(0, STEPS))
     assert stepper.description["replayed"] == STEPS - WARM_UP - 1
 
 
@@ -168,11 +138,9 @@ class Refusing(CallRecorder):
 @pytest.mark.parametrize("task", ["gan", "language_model"])
 @pytest.mark.few(1)
 def test_what_cannot_be_captured_stays_eager(build_run, capsys, task, waits):
-    eager, expected, built = pair(build_run, *SMALL[task], "precision=amp")
-    stepper = recorded(built, Refusing(built.task, waits), required=False)
-    run = Training(built, stepper.step).steps(0, STEPS)
-    assert_same_rows(expected, run)
-    assert_same_bits(eager.task.state_dict(), built.task.state_dict())
+    expected, built = twins(build_run, *SMALL[task], "precision=amp", steps=STEPS)
+    stepper, run = recorded(built, Refusing(built.task, waits), required=False)
+    assert_same_training(expected, run.steps(0, STEPS))
     reason = waits or "RuntimeError: operation not permitted when stream is capturing"
     assert stepper.description == {"cuda_graph": f"off: {reason}"}
     lines = [line for line in capsys.readouterr().err.splitlines() if line]
@@ -181,8 +149,8 @@ def test_what_cannot_be_captured_stays_eager(build_run, capsys, task, waits):
 
 def test_what_cannot_be_captured_ends_a_run_that_requires_it(build_run):
     built = build_run(*SMALL["reconstruction"])
-    stepper = recorded(built, Refusing(built.task))
-    run = Training(built, stepper.step).steps(0, WARM_UP)
+    _, run = recorded(built, Refusing(built.task))
+    run.steps(0, WARM_UP)
     with raises_line(BadInput, "train.cuda_graph=on: RuntimeError", "(allowed here: auto, off)"):
         run.steps(WARM_UP, WARM_UP + 1)
 
@@ -206,10 +174,9 @@ class Clock:
 
 
 def test_a_step_that_the_device_limits_stays_eager(build_run, capsys):
-    built = build_run(*SMALL["reconstruction"])
     clock = Clock(5.0, 41.0)
-    stepper = recorded(built, required=False, clock=clock)
-    Training(built, stepper.step).steps(0, STEPS)
+    stepper, run = recorded(build_run(*SMALL["reconstruction"]), required=False, clock=clock)
+    run.steps(0, STEPS)
     assert clock.timed == 2
     assert stepper.description == {
         "cuda_graph": "off: the device is the limit, 41 ms a step of which the host needs 5",
@@ -220,9 +187,9 @@ def test_a_step_that_the_device_limits_stays_eager(build_run, capsys):
 
 
 def test_a_step_that_the_host_limits_is_replayed(build_run):
-    built = build_run(*SMALL["reconstruction"])
-    stepper = recorded(built, required=False, clock=Clock(6.0, 6.2))
-    Training(built, stepper.step).steps(0, STEPS)
+    clock = Clock(6.0, 6.2)
+    stepper, run = recorded(build_run(*SMALL["reconstruction"]), required=False, clock=clock)
+    run.steps(0, STEPS)
     found = stepper.description
     assert found["cuda_graph"] == "on" and found["replayed"] == STEPS - WARM_UP - 2
     assert (found["host_ms"], found["device_ms"]) == (6.0, 6.2)
@@ -234,17 +201,15 @@ def test_where_a_graph_pays():
 
 
 def test_a_run_that_ends_early_says_so(build_run):
-    built = build_run(*SMALL["reconstruction"])
-    stepper = recorded(built, required=False)
-    Training(built, stepper.step).steps(0, 2)
+    stepper, run = recorded(build_run(*SMALL["reconstruction"]), required=False)
+    run.steps(0, 2)
     assert stepper.description == {"cuda_graph": "off: ended after 2 steps, before a capture"}
 
 
 def test_the_cache_is_given_back_once_steps_are_replayed(build_run, monkeypatch):
     given_back = []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: given_back.append(True))
-    built = build_run(*SMALL["language_model"])
-    stepper = recorded(built)
+    stepper, _ = recorded(build_run(*SMALL["language_model"]))
     for index in range(WARM_UP):
         stepper.step(index)
     stepper.give_back_cache()

@@ -45,23 +45,16 @@ CASES = {
 }
 
 
-QUICK = ["lstm_lm amp fp32"]
-
-
 def switch(at, to) -> str:
     return f"precision.switch=[{{at: {at}, to: {to}}}]"
 
 
 def state_at(directory, step) -> dict:
-    path = directory / "checkpoints" / f"step-{step:08}" / "state.pt"
-    return torch.load(path, weights_only=True)
+    return torch.load(directory / "checkpoints" / f"step-{step:08}" / "state.pt", weights_only=True)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "case",
-    [pytest.param(case, marks=() if case in QUICK else pytest.mark.slow) for case in CASES],
-)
+@pytest.mark.parametrize("case", CASES)
 def test_the_steps_of_each_mode_are_those_of_a_run_in_it(case, tmp_path):
     """The second part is trained by a run that never was in the first mode, from its state."""
     (_, before, after), own = case.split(), CASES[case]
@@ -81,12 +74,11 @@ def test_the_steps_of_each_mode_are_those_of_a_run_in_it(case, tmp_path):
     steps = Steps(built, AT, middle["skipped"])
     for _ in range(AT, END):
         steps.advance()
-    assert_same_bits(
-        but_delayed(state_at(whole, END)["task"]), but_delayed(built.task.state_dict())
-    )
+    found, expected = state_at(whole, END)["task"], built.task.state_dict()
+    assert_same_bits(but_delayed(found), but_delayed(expected))
     # The control: the mode before goes elsewhere.
     with pytest.raises(AssertionError):
-        assert_same_bits(state_at(alone, END)["task"], state_at(whole, END)["task"])
+        assert_same_bits(state_at(alone, END)["task"], found)
 
 
 def but_delayed(task) -> dict:
@@ -101,9 +93,8 @@ def but_delayed(task) -> dict:
 def straight(tmp_path_factory):
     """Eight steps, the last four in BF16, with a checkpoint of each."""
     directory = tmp_path_factory.mktemp("switch") / "run"
-    given = ["precision=fp8_delayed", switch(0.5, "bf16_master")]
-    assert run(directory, *COMMON, *but(GPT, "optim.schedule=constant"), *given,
-               f"train.steps={END}") == 0  # fmt: skip
+    given = ["precision=fp8_delayed", switch(0.5, "bf16_master"), f"train.steps={END}"]
+    assert run(directory, *COMMON, *but(GPT, "optim.schedule=constant"), *given) == 0
     return directory
 
 
@@ -117,12 +108,8 @@ def stopped_at(straight, folder, step):
     return folder
 
 
-# At the switch itself the resumed part records it; before and after it there is less to forget.
-BESIDE = [pytest.param(step, marks=pytest.mark.slow) for step in (AT - 1, AT + 1)]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("step", [AT, *BESIDE])
+@pytest.mark.parametrize("step", [AT, AT - 1, AT + 1])
 def test_a_resume_on_both_sides_changes_no_bit(straight, step, tmp_path, capsys):
     resumed = stopped_at(straight, tmp_path / "run", step)
     assert main([f"resume={resumed}"]) == 0
@@ -220,7 +207,6 @@ def test_a_product_in_another_dtype_is_a_contradiction_of_the_mode_in_force(buil
     given = ["precision=fp16_master", switch(3, "bf16_master"), "train.steps=6"]
     built = build_run(*TINY_GPT, *given)
     layer = built.task.learner.model.blocks[0].mlp
-    inner = layer.forward
     for index in range(3):
         built.stepper.step(index)
 
@@ -230,8 +216,8 @@ def test_a_product_in_another_dtype_is_a_contradiction_of_the_mode_in_force(buil
     built.stepper.follow(3)
     inner = layer.forward.plain or type(layer).forward.__get__(layer)
     layer.forward.plain = in_fp16
-    refused_as = MprunError, NotImplementedError
-    with pytest.raises(refused_as, match="precision=bf16_master: bmm .* computes in fp16"):
+    says = "precision=bf16_master: bmm .* computes in fp16"
+    with pytest.raises((MprunError, NotImplementedError), match=says):
         built.stepper.step(3)
 
 
@@ -259,11 +245,8 @@ def test_a_bench_refuses_a_mode_that_changes(tmp_path, capsys):
     composed = compose_config([*TINY_GPT, "precision=tail"], str(tmp_path))
     assert composed.mode == "tail, fp32 from 50 %"
     bench = ["bench", *TINY_GPT, "--modes", "tail", "--config-dir", tmp_path]
-    refused(
-        capsys,
-        *bench,
-        says="--modes tail: this mode switches to another; a bench measures one mode at a time",
-    )
+    says = "--modes tail: this mode switches to another; a bench measures one mode at a time"
+    refused(capsys, *bench, says=says)
     refused(capsys, "bench", *TINY_GPT, switch(0.5, "fp32"), says="a bench compares modes")
 
 

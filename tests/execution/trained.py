@@ -67,6 +67,26 @@ class Training:
         return torch.stack([row[name].float() for row in self.rows])
 
 
+def twins(build_run, *overrides, steps, bad=(), plant=lambda built: None):
+    """Training that was eager, and a run like its own at the start, random state included.
+
+    plant: called with each of the two before the training.
+    """
+    eager, built = build_run(*overrides), build_run(*overrides)
+    plant(eager)
+    plant(built)
+    random = torch.get_rng_state()
+    expected = Training(eager, eager.task.train_step, bad).steps(0, steps)
+    torch.set_rng_state(random)
+    return expected, built
+
+
+def assert_same_training(one, other):
+    """Metrics of all steps and the state at the end, bit for bit."""
+    assert_same_rows(one, other)
+    assert_same_bits(one.built.task.state_dict(), other.built.task.state_dict())
+
+
 def assert_same_rows(one, other):
     """Every metric that both have, bit for bit; a recorded step has all that it has anyway."""
     for a, b in zip(one.rows, other.rows, strict=True):
