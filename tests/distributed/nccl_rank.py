@@ -11,14 +11,14 @@ import sys
 from pathlib import Path
 from unittest import mock
 
-import torch.nn.parallel.distributed
+import torch
 
-import mprun.record.async_copy
-import mprun.training.loop
 from mprun.distributed.group import RankGroup
 from mprun.execution.step_runner import StepRunner
 from mprun.precision.torch_update import take_for_granted
+from mprun.record.async_copy import Sent
 from mprun.sweeps.child import child
+from mprun.training.loop import MetricLogger
 
 from .faulty import STEP, fault
 
@@ -36,23 +36,18 @@ def finite(self, *arguments):
     return dict.fromkeys(evaluate(self, *arguments), 0.0)
 
 
-step = StepRunner.step
-evaluate = mprun.training.loop.MetricLogger.evaluate
-read = mprun.record.async_copy.Sent.read
+step, evaluate, read = StepRunner.step, MetricLogger.evaluate, Sent.read
 
 if __name__ == "__main__":
     take_for_granted()
     with (
         mock.patch.object(StepRunner, "step", stepped),
         mock.patch.object(RankGroup, "check_equal", lambda self, state, step: None),
-        mock.patch.object(
-            torch.nn.parallel.distributed,
-            "_verify_param_shape_across_processes",
+        mock.patch(
+            "torch.nn.parallel.distributed._verify_param_shape_across_processes",
             lambda *arguments, **named: True,
         ),
-        mock.patch.object(mprun.training.loop.MetricLogger, "evaluate", finite),
-        mock.patch.object(
-            mprun.record.async_copy.Sent, "read", lambda sent: [0.0 for _ in read(sent)]
-        ),
+        mock.patch.object(MetricLogger, "evaluate", finite),
+        mock.patch.object(Sent, "read", lambda sent: [0.0 for _ in read(sent)]),
     ):
         sys.exit(child(sys.argv[1:]))

@@ -19,6 +19,8 @@ from mprun.precision import pin_math_flags
 from mprun.recording import environment
 from mprun.tasks.supervised import Supervised
 
+from ..numerics.failing_runs import ChangedData
+
 PLANTED = 4  # step whose micro-batch 1 holds an infinite pixel
 STEPS = 6  # one more, with the scale that it leaves
 
@@ -119,22 +121,17 @@ def on_another_gpu(data):
     return flat(data)
 
 
-class Planted:
+def planted(source, place: int) -> ChangedData:
     """A source in which one pixel of one micro-batch is infinite; tokens are left as they are."""
 
-    def __init__(self, source, index: int) -> None:
-        self._source, self._index = source, index
-
-    def __getattr__(self, name):
-        return getattr(self._source, name)
-
-    def train_batch(self, index):
-        batch = self._source.train_batch(index)
-        if index == self._index and batch[0].is_floating_point():
+    def change(index, batch):
+        if index == place and batch[0].is_floating_point():
             images = batch[0].clone()
             images.view(-1)[0] = torch.inf
             batch = (images, *batch[1:])
         return batch
+
+    return ChangedData(source, change)
 
 
 def digest(state) -> str:
@@ -159,7 +156,7 @@ def taken(overrides: list[str], ranks, plants: bool) -> dict:
     built = build(config, torch.device("cpu"), ranks)
     task = built.task
     if plants:
-        task.data = Planted(task.data, PLANTED * config.train.accumulate + 1)
+        task.data = planted(task.data, PLANTED * config.train.accumulate + 1)
     digests, losses = [], []
     for step in range(STEPS):
         metrics = built.stepper.step(step, measure=step == 2)

@@ -26,6 +26,20 @@ def mprun(*words, **more) -> subprocess.CompletedProcess:
     return subprocess.run(**_command(words, **more), capture_output=True, timeout=300)
 
 
+def done(*words, code=0, **more) -> subprocess.CompletedProcess:
+    """As `mprun`, of a command that must end with `code`."""
+    ended = mprun(*words, **more)
+    assert ended.returncode == code, ended.stderr
+    return ended
+
+
+def ended(processes: list[subprocess.Popen], code: int, timeout: float = 300) -> list[str]:
+    """Wait until all have ended with `code`; return their errors."""
+    said = [process.communicate(timeout=timeout)[1] for process in processes]
+    assert [process.returncode for process in processes] == [code] * len(processes), said
+    return said
+
+
 def forkserver():
     """A context whose processes have imported mprun, and computed nothing.
 

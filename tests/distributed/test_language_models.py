@@ -3,12 +3,11 @@ one rank, on 2, 3 and 4 of them. One with a state is shared out by streams (test
 
 import pytest
 
-from ..helpers import record_of, refused
+from ..helpers import refused
 from ..shipped import MODES
 from .of_a_rank import STEPS
-from .processes import mprun
-from .test_launch import state_of
-from .test_same_bits import differences, on_ranks
+from .test_launch import resumed_elsewhere
+from .test_same_bits import as_on_one_rank, case, differences, on_ranks
 
 PARTS = "data.batch_size=2 data.sequence_length=5 train.accumulate=12 dist.order=fixed".split()
 WORDS = ["data=synthetic_tokens", "data.vocab_size=64", "data.eval_tokens=500", *PARTS]
@@ -27,7 +26,7 @@ def cases_of(network, modes):
     for mode in modes:
         own = [*network, f"precision={mode}"]
         own = overflowing(*own) if mode in ("fp16_master_scaled", "amp") else own
-        found[mode] = {"overrides": own, "plants": False}
+        found[mode] = case(*own)
     return found
 
 
@@ -36,14 +35,9 @@ def cases_of(network, modes):
 def test_every_mode_has_the_bits_of_one_rank(network, tmp_path):
     cases = cases_of(network, [mode for mode in MODES if mode != "tf32"])
     clipped = [*network, "train.clip_norm=0.1", "optim.average_decay=0.9"]
-    cases["clipped"] = {
-        "overrides": overflowing(*clipped, "precision=fp16_master_scaled"),
-        "plants": False,
-    }
-    (alone,) = on_ranks(1, cases, tmp_path / "1")
+    cases["clipped"] = case(*overflowing(*clipped, "precision=fp16_master_scaled"))
+    alone = as_on_one_rank(cases, tmp_path, 2, 3, 4)
     assert all(1 <= alone[name]["skipped"] < STEPS for name in ("amp", "clipped"))
-    for world in (2, 3, 4):
-        assert differences(cases, alone, on_ranks(world, cases, tmp_path / str(world))) == []
 
 
 @pytest.mark.slow
@@ -52,13 +46,8 @@ def test_sums_in_16_bits_and_logmax(tmp_path):
     own = [*GPT, "precision=fp16_master_scaled"]
     in_fp16 = [*own, "precision.reduce_dtype=fp16"]
     two = [word for word in in_fp16 if not word.startswith(("dist", "train.acc"))]
-    cases = {
-        "fixed": {"overrides": in_fp16, "plants": False},
-        "logmax": {"overrides": [*own, "scaler=logmax"], "plants": False},
-    }
-    of_two = cases | {"gloo": {"overrides": [*two, "train.accumulate=2"], "plants": False}}
-    (alone,) = on_ranks(1, of_two, tmp_path / "1")
-    assert differences(of_two, alone, on_ranks(2, of_two, tmp_path / "2")) == []
+    cases = {"fixed": case(*in_fp16), "logmax": case(*own, "scaler=logmax")}
+    alone = as_on_one_rank(cases | {"gloo": case(*two, "train.accumulate=2")}, tmp_path, 2)
     assert differences(cases, alone, on_ranks(4, cases, tmp_path / "4")) == []
 
 
@@ -66,14 +55,7 @@ def test_sums_in_16_bits_and_logmax(tmp_path):
 def test_saved_on_two_ranks_resumed_on_three(tmp_path):
     own = [*overflowing(*GPT, "precision=amp"), "optim.schedule=constant"]
     own += ["device=cpu", "threads=1", "train.checkpoint_every=5"]
-    straight, parted = tmp_path / "straight", tmp_path / "parted"
-    for folder, more in ((straight, ["train.steps=8"]), (parted, ["train.steps=5", "devices=2"])):
-        ended = mprun(*own, *more, f"output_dir={folder}")
-        assert ended.returncode == 0, ended.stderr
-    ended = mprun(f"resume={parted}", "devices=3", "train.steps=8")
-    assert ended.returncode == 0, ended.stderr
-    assert state_of(parted) == state_of(straight)
-    assert record_of(parted)["final"] == record_of(straight)["final"]
+    resumed_elsewhere(own, tmp_path, ["devices=2"], ["devices=3"], steps=(5, 8))
 
 
 def test_a_state_where_none_was_said_to_be(tmp_path, monkeypatch, capsys):

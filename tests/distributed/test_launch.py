@@ -25,7 +25,7 @@ from mprun.record.run_directory import claim, claimed_before, locked
 
 from ..helpers import but, record_of, refused, rows_of
 from .of_a_rank import digest, environment_of
-from .processes import children_of, mprun, start, with_word
+from .processes import children_of, done, ended, mprun, start, with_word
 from .test_faults import arguments_of, faulty
 from .test_same_bits import free_port
 
@@ -36,15 +36,20 @@ EXACT = [
     "train.checkpoint_every=5",
 ]
 LM = ["device=cpu", "threads=1", "model=lstm_lm", "data=synthetic_tokens", "train.steps=5"]
-ENDLESS = [*EXACT, "devices=2", "train.steps=100000"]
+ENDLESS = [*EXACT, "train.steps=100000"]
+
+
+def wait_for_steps(directory, processes):
+    """Wait until a run has taken some steps."""
+    while not (directory / "metrics.jsonl").exists() or len(rows_of(directory)) < 10:
+        assert all(process.poll() is None for process in processes)
+        time.sleep(0.2)
 
 
 def started_and_training(directory):
     """A run of two ranks that has taken some steps."""
-    process = start(*ENDLESS, f"output_dir={directory}")
-    while not (directory / "metrics.jsonl").exists() or len(rows_of(directory)) < 10:
-        assert process.poll() is None
-        time.sleep(0.2)
+    process = start(*ENDLESS, "devices=2", f"output_dir={directory}")
+    wait_for_steps(directory, [process])
     return process
 
 
@@ -53,20 +58,33 @@ def state_of(directory):
     return found.step, digest(found.state["task"])
 
 
+def resumed_elsewhere(own, tmp_path, first, then, steps):
+    """The records of a run and of one that ended alike: saved with `first`, resumed with `then`.
+
+    steps: of its first part and of all.
+    """
+    straight, parted = tmp_path / "straight", tmp_path / "parted"
+    part, whole = (f"train.steps={number}" for number in steps)
+    done(*own, whole, f"output_dir={straight}")
+    done(*own, part, *first, f"output_dir={parted}")
+    done(f"resume={parted}", *then, whole)
+    assert state_of(parted) == state_of(straight)
+    assert record_of(parted)["final"] == record_of(straight)["final"]
+    return record_of(parted), record_of(straight)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_saved_at_one_number_of_ranks_resumed_at_another(world, tmp_path):
     straight = tmp_path / "straight"
-    assert mprun(*EXACT, "train.steps=12", f"output_dir={straight}").returncode == 0
+    done(*EXACT, "train.steps=12", f"output_dir={straight}")
     for other in (1, 2, 4):
         own = tmp_path / f"devices={other}"
-        begun = mprun(*EXACT, "train.steps=5", f"devices={world}", f"output_dir='{own}'")
-        assert begun.returncode == 0, begun.stderr
+        begun = done(*EXACT, "train.steps=5", f"devices={world}", f"output_dir='{own}'")
         assert begun.stdout == f"run: {own}\n" and not (own / "ranks").exists()
         ranks = record_of(own)["ranks"]
         assert world == 1 or (ranks["world"], ranks["backend"]) == (world, "gloo")
-        resumed = mprun(f"resume={own}", f"devices={other}", FACTORY, "train.steps=12")
-        assert resumed.returncode == 0, resumed.stderr
+        done(f"resume={own}", f"devices={other}", FACTORY, "train.steps=12")
         assert state_of(own) == state_of(straight)
         assert record_of(own)["config_hash"] == record_of(straight)["config_hash"]
         assert (record_of(own)["ranks"] is None) == (other == 1)
@@ -88,17 +106,15 @@ def test_asked_to_stop_all_ranks_stop_after_one_step(number, code, tmp_path):
 def undisturbed(tmp_path_factory):
     """The record of the run that meets faults elsewhere."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    ended = mprun(*arguments_of("killed", folder / "run"), **faulty("none:none", folder))
-    assert ended.returncode == 0, ended.stderr
+    done(*arguments_of("killed", folder / "run"), **faulty("none:none", folder))
     return record_of(folder / "run")
 
 
 @pytest.mark.slow
 def test_lost_ranks_are_started_again_from_the_last_checkpoint(undisturbed, tmp_path):
     again = [*arguments_of("killed", tmp_path / "again"), "restarts=1", "train.checkpoint_every=3"]
-    ended = mprun(*again, **faulty("killed:training", tmp_path))
-    assert ended.returncode == 0, ended.stderr
-    assert "rank 1 was killed (SIGKILL)" in ended.stderr
+    said = done(*again, **faulty("killed:training", tmp_path)).stderr
+    assert "rank 1 was killed (SIGKILL)" in said
     record = record_of(tmp_path / "again")
     assert record["attempts"] == 2
     assert record["final"] == undisturbed["final"]
@@ -107,7 +123,7 @@ def test_lost_ranks_are_started_again_from_the_last_checkpoint(undisturbed, tmp_
 @pytest.mark.slow
 def test_what_diverged_is_not_started_again(tmp_path):
     arguments = [*arguments_of("nan", tmp_path / "run"), "restarts=3"]
-    assert mprun(*arguments, **faulty("nan:training", tmp_path)).returncode == 3
+    done(*arguments, code=3, **faulty("nan:training", tmp_path))
     assert record_of(tmp_path / "run")["attempts"] == 1
 
 
@@ -121,21 +137,20 @@ def torchrun(rendezvous="static", restarts=0):
     return (*before, "--max-restarts", str(restarts), "-m", "mprun")
 
 
-def torchruns(kind, output, tmp_path, *, before, **more):
-    """A run whose rank meets a fault in its training, with checkpoints."""
+def torchruns(kind, output, tmp_path, **more):
+    """The errors of a run whose rank meets a fault in its training, with checkpoints."""
     own = [word for word in arguments_of(kind, "") if not word.startswith(("devices", "output_"))]
     own += ["train.checkpoint_every=3", output]
-    return mprun(*own, before=before, **faulty(f"{kind}:training", tmp_path), **more)
+    return done(*own, **faulty(f"{kind}:training", tmp_path), **more).stderr
 
 
 @pytest.mark.slow
 def test_torchrun(tmp_path):
     before = torchrun()
-    ended = mprun(*LM, f"output_dir={tmp_path / 'run'}", before=before)
-    assert ended.returncode == 0, ended.stderr
+    done(*LM, f"output_dir={tmp_path / 'run'}", before=before)
     assert record_of(tmp_path / "run")["ranks"]["world"] == 2
-    ended = mprun(*LM, "devices=4", f"output_dir={tmp_path / 'no'}", before=before)
-    assert "devices=4: the environment has 1 x 2 ranks" in ended.stderr
+    said = mprun(*LM, "devices=4", f"output_dir={tmp_path / 'no'}", before=before).stderr
+    assert "devices=4: the environment has 1 x 2 ranks" in said
     assert not (tmp_path / "no").exists()
 
 
@@ -148,8 +163,7 @@ def test_torchrun_starts_lost_ranks_again(rendezvous, own_store, rank, undisturb
     """own_store: the store of an attempt is gone with its rank 0."""
     output, before = f"output_root={tmp_path / 'runs'}", torchrun(rendezvous, restarts=2)
     more = {"FAULT_RANK": rank, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": own_store}
-    ended = torchruns("killed", output, tmp_path, before=before, **more)
-    assert ended.returncode == 0, ended.stderr
+    torchruns("killed", output, tmp_path, before=before, **more)
     (directory,) = (path.parent for path in (tmp_path / "runs").rglob("run.json"))
     record = record_of(directory)
     assert (record["status"], record["attempts"], record["exit_code"]) == ("done", 2, 0)
@@ -160,23 +174,21 @@ def test_torchrun_starts_lost_ranks_again(rendezvous, own_store, rank, undisturb
 @pytest.mark.parametrize(("kind", "status"), [("nan", "diverged"), ("damaged", "failed")])
 def test_torchrun_does_not_train_again_what_would_end_alike(kind, status, tmp_path):
     output, before = f"output_dir={tmp_path / 'run'}", torchrun("standalone", restarts=2)
-    ended = torchruns(kind, output, tmp_path, before=before)
-    assert ended.returncode == 1
+    said = torchruns(kind, output, tmp_path, before=before, code=1)
     record = record_of(tmp_path / "run")
     assert (record["status"], record["attempts"]) == (status, 1)
     assert record["exit_code"] == {"nan": 3, "damaged": 4}[kind]
-    told = [line for line in ended.stderr.splitlines() if "not started again" in line]
+    told = [line for line in said.splitlines() if "not started again" in line]
     assert told == [f"mprun: {tmp_path / 'run'}: not started again: {record['cause']}"] * 2
 
 
 @pytest.mark.slow
 def test_another_torchrun_does_not_go_on_with_the_run(tmp_path):
     output, before = f"output_dir={tmp_path / 'run'}", torchrun("static", restarts=1)
-    assert torchruns("none", output, tmp_path, before=before).returncode == 0
+    torchruns("none", output, tmp_path, before=before)
     begun = record_of(tmp_path / "run")
-    ended = torchruns("none", output, tmp_path, before=before)
-    assert ended.returncode == 1
-    assert ended.stderr.count(f"output_dir={tmp_path / 'run'}: already exists") >= 2
+    said = torchruns("none", output, tmp_path, before=before, code=1)
+    assert said.count(f"output_dir={tmp_path / 'run'}: already exists") >= 2
     assert record_of(tmp_path / "run") == begun
 
 
@@ -218,16 +230,18 @@ def test_which_attempts_are_repeated(record, code):
     assert final_code(record) == code
 
 
-def srun(words, devices=1, **more):
-    """Two tasks: two ranks of one machine, or two machines that start two each."""
+def srun(words, devices=1, each=({}, {}), **more):
+    """Two tasks: two ranks of one machine, or two machines that start two each.
+
+    each: variables of either task; more: of both.
+    """
     processes, job = [], free_port()
     for task in range(2):
         machines = {"SLURM_NODEID": task, "SLURM_LOCALID": 0, "SLURM_NNODES": 2}
         ranks = {"SLURM_NODEID": 0, "SLURM_LOCALID": task, "SLURM_NNODES": 1}
         own = machines if devices == 2 else ranks
         own |= {"SLURM_STEP_ID": 0, "SLURM_PROCID": task, "SLURM_NTASKS": 2}
-        own |= {"SLURM_JOB_ID": job, "SLURM_JOB_NODELIST": "localhost", "MASTER_PORT": free_port()}
-        own |= more
+        own |= {"SLURM_JOB_ID": job, "SLURM_JOB_NODELIST": "localhost"} | more | each[task]
         given = ["devices=2", "nodes=2"] if devices == 2 else []
         processes.append(start(*words, *given, stderr=subprocess.PIPE, **own))
     return processes
@@ -240,10 +254,7 @@ def test_srun_on_a_taken_port(devices, tmp_path):
     with socket.create_server(("", 0)) as stranger:
         port = stranger.getsockname()[1]
         processes = srun([*LM, f"output_dir={tmp_path / 'run'}"], devices, MASTER_PORT=port)
-        for process in processes:
-            _, stderr = process.communicate(timeout=180)
-            assert process.returncode == 0, stderr
-            assert ".cpp" not in stderr
+        assert not any(".cpp" in said for said in ended(processes, 0, timeout=180))
     assert record_of(tmp_path / "run")["ranks"]["world"] == 2 * devices
 
 
@@ -285,16 +296,12 @@ def test_ranks_pass_by_the_servers_of_others(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("tasks", [[0, 1], [1]])
 def test_srun_asked_to_stop_before_its_time_limit(tasks, tmp_path):
-    directory, own = tmp_path / "run", [word for word in ENDLESS if word != "devices=2"]
-    processes = srun([*own, f"output_dir={directory}"], MASTER_PORT=free_port())
-    while not (directory / "metrics.jsonl").exists() or len(rows_of(directory)) < 10:
-        assert [process.poll() for process in processes] == [None, None]
-        time.sleep(0.2)
+    directory = tmp_path / "run"
+    processes = srun([*ENDLESS, f"output_dir={directory}"], MASTER_PORT=free_port())
+    wait_for_steps(directory, processes)
     for task in tasks:
         processes[task].send_signal(signal.SIGTERM)
-    for process in processes:
-        _, stderr = process.communicate(timeout=300)
-        assert process.returncode == 75, stderr
+    ended(processes, 75)
     record = record_of(directory)
     assert (record["status"], record["exit_code"]) == ("preempted", 75)
     assert state_of(directory)[0] == record["last_step"]
@@ -305,9 +312,7 @@ def test_srun_a_rank_that_hangs_ends_by_itself(tmp_path):
     """Nobody watches the tasks from outside: the hung one has a thread that does."""
     own = [word for word in arguments_of("hung", tmp_path / "run") if word != "devices=2"]
     more = faulty("hung:training", tmp_path) | {"MASTER_PORT": free_port()}
-    for process in srun(own, **more):
-        _, stderr = process.communicate(timeout=300)
-        assert process.returncode == 5, stderr
+    ended(srun(own, **more), 5)
     assert record_of(tmp_path / "run")["cause"] == "rank 1: no answer for 8 s (dist.timeout_s)"
 
 
@@ -366,12 +371,10 @@ def test_asked_to_stop_before_there_is_a_run(number, code, after_s, tmp_path):
 
 @pytest.mark.slow
 def test_a_run_that_another_command_holds_is_not_gone_on_with(tmp_path):
-    begun = mprun(*EXACT, "train.steps=5", "devices=2", f"output_dir={tmp_path / 'run'}")
-    assert begun.returncode == 0
+    done(*EXACT, "train.steps=5", "devices=2", f"output_dir={tmp_path / 'run'}")
     with locked(tmp_path / "run"):
-        ended = mprun(f"resume={tmp_path / 'run'}", FACTORY, "train.steps=8")
-    assert ended.returncode == 2
-    assert "in use by another process" in ended.stderr
+        second = done(f"resume={tmp_path / 'run'}", FACTORY, "train.steps=8", code=2)
+    assert "in use by another process" in second.stderr
 
 
 @pytest.mark.slow
@@ -381,10 +384,8 @@ def test_ranks_of_different_configurations_do_not_meet(tmp_path):
         start(*LM, f"seed={rank}", run, stderr=subprocess.PIPE, **environment_of(rank, 2, port))
         for rank in range(2)
     ]
-    for process in processes:
-        _, stderr = process.communicate(timeout=300)
-        assert process.returncode == 2, stderr
-        assert "the ranks have different configurations" in stderr
+    for said in ended(processes, 2):
+        assert "the ranks have different configurations" in said
     assert not (tmp_path / "run").exists()
 
 

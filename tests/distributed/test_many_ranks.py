@@ -9,38 +9,17 @@ import torch.distributed as dist
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from mprun.distributed.ranks import Ranks
 from mprun.distributed.reduction import FlatReduction, OverlappedReduction
 from mprun.precision import get_loss_scale
 
 from ..helpers import mixed
-
-
-class Fake(Ranks):
-    """A rank of the fake group, with what the reductions ask of a `Group`."""
-
-    def __init__(self, rank: int, world: int) -> None:
-        self.rank, self.world, self.tensors = rank, world, None
-        self.summed: list[tuple[torch.dtype, int]] = []
-
-    def all_of(self, own):
-        return [own] * self.world
-
-    def gather(self, own):
-        return torch.cat([own] * self.world)
-
-    def largest(self, values):
-        return values
-
-    def sum(self, tensor):
-        self.summed.append((tensor.dtype, tensor.numel()))
-        return dist.all_reduce(tensor, async_op=True)
+from .fake_ranks import FakeRanks
 
 
 @pytest.fixture(params=[64, 1024])
 def fake(request):
     dist.init_process_group("fake", rank=5, world_size=request.param, store=FakeStore())
-    yield Fake(5, request.param)
+    yield FakeRanks(5, request.param)
     dist.destroy_process_group()
 
 

@@ -1,14 +1,12 @@
 """Ranks on GPUs, over NCCL: needs two of them."""
 
-import subprocess
-
 import pytest
 import torch
 
 from ..helpers import record_of
-from .processes import mprun, start
+from .processes import done, ended
 from .test_faults import TIMEOUT_S, arguments_of, faulty
-from .test_same_bits import free_port
+from .test_launch import srun
 
 MODES = ("fp32", "tf32", "fp16_master_scaled", "amp", "bf16_master", "amp_bf16")
 OVERRIDES = {
@@ -24,8 +22,7 @@ pytestmark = [
 
 
 def loss_of(folder, *overrides):
-    ended = mprun("device=cuda", *overrides, f"output_dir={folder}")
-    assert ended.returncode == 0, ended.stderr
+    done("device=cuda", *overrides, f"output_dir={folder}")
     record = record_of(folder)
     return record["final"]["loss"], record
 
@@ -51,24 +48,11 @@ def test_the_same_bits_twice(tmp_path):
     assert loss_of(tmp_path / "a", *own)[0] == loss_of(tmp_path / "b", *own)[0]
 
 
-def tasks(words, gpus):
-    """Two tasks of srun, each of which is shown some GPUs; exit codes and what they printed."""
-    own = {"SLURM_STEP_ID": 0, "SLURM_NTASKS": 2, "SLURM_NNODES": 1, "SLURM_NODEID": 0}
-    own |= {"SLURM_JOB_NODELIST": "localhost", "SLURM_JOB_ID": free_port()}
-    started = []
-    for task, shown in enumerate(gpus):
-        more = own | {"SLURM_PROCID": task, "SLURM_LOCALID": task, "CUDA_VISIBLE_DEVICES": shown}
-        started.append(start(*words, stderr=subprocess.PIPE, **more))
-    said = [one.communicate(timeout=300)[1] for one in started]
-    return [one.returncode for one in started], said
-
-
 def test_each_rank_is_shown_its_own_gpu(tmp_path):
-    words = ["device=cuda", *OVERRIDES["language_model"].split(), f"output_dir={tmp_path / 'run'}"]
-    codes, said = tasks(words, ("0", "1"))
-    assert codes == [0, 0], said
-    codes, said = tasks([*words[:-1], f"output_dir={tmp_path / 'no'}"], ("0", "0"))
-    assert codes == [2, 2], said
+    words = ["device=cuda", *OVERRIDES["language_model"].split()]
+    first, second = ({"CUDA_VISIBLE_DEVICES": gpu} for gpu in (0, 1))
+    ended(srun([*words, f"output_dir={tmp_path / 'run'}"], each=(first, second)), 0)
+    said = ended(srun([*words, f"output_dir={tmp_path / 'no'}"], each=(first, first)), 2)
     assert "ranks 0 and 1 have the same GPU" in said[0]
 
 
@@ -76,6 +60,5 @@ def test_each_rank_is_shown_its_own_gpu(tmp_path):
 def test_a_rank_that_hangs_is_named(engine, tmp_path):
     own = [word for word in arguments_of("hung", tmp_path / "run") if word != "device=cpu"]
     own += ["device=cuda", f"dist.engine={engine}"]
-    ended = mprun(*own, **faulty("hung:training", tmp_path))
-    assert ended.returncode == 5, ended.stderr
-    assert f"mprun: rank 1: no answer for {TIMEOUT_S} s" in ended.stderr
+    said = done(*own, code=5, **faulty("hung:training", tmp_path)).stderr
+    assert f"mprun: rank 1: no answer for {TIMEOUT_S} s" in said

@@ -7,25 +7,11 @@ from mprun.errors import BadInput
 
 from ..helpers import raises_line
 
-TORCHRUN = {
-    "RANK": "5",
-    "WORLD_SIZE": "8",
-    "LOCAL_RANK": "1",
-    "LOCAL_WORLD_SIZE": "4",
-    "MASTER_ADDR": "node1",
-    "MASTER_PORT": "29500",
-    "TORCHELASTIC_USE_AGENT_STORE": "True",
-}
-SRUN = {
-    "SLURM_STEP_ID": "0",
-    "SLURM_JOB_ID": "4242",
-    "SLURM_PROCID": "5",
-    "SLURM_LOCALID": "1",
-    "SLURM_NODEID": "1",
-    "SLURM_NTASKS": "8",
-    "SLURM_NNODES": "2",
-    "SLURM_JOB_NODELIST": "gpu[003-004]",
-}
+TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
+TORCHRUN |= {"MASTER_ADDR": "node1", "MASTER_PORT": "29500", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+SRUN = {"SLURM_STEP_ID": "0", "SLURM_JOB_ID": "4242", "SLURM_PROCID": "5", "SLURM_LOCALID": "1"}
+SRUN |= {"SLURM_NODEID": "1", "SLURM_NTASKS": "8", "SLURM_NNODES": "2"}
+SRUN |= {"SLURM_JOB_NODELIST": "gpu[003-004]"}
 
 
 def test_torchrun_and_srun():

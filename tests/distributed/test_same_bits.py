@@ -39,6 +39,11 @@ TASKS = {
 TASKS = with_extensions("RANKS", TASKS)
 
 
+def case(*overrides, plants=False) -> dict:
+    """What `of_a_rank.taken` trains; plants: an infinite pixel."""
+    return {"overrides": [*overrides], "plants": plants}
+
+
 def cases_of(tasks, modes):
     found = {}
     for task in tasks:
@@ -47,7 +52,7 @@ def cases_of(tasks, modes):
             # Adam in FP16 divides by zero: NaN, of which nothing is to be seen.
             own = ["optim=sgd"] if mode == "fp16_naive" else []
             own += [*TASKS[task].split(), f"precision={mode}"]
-            found[f"{task} {mode}"] = {"overrides": own, "plants": plants}
+            found[f"{task} {mode}"] = case(*own, plants=plants)
     return found
 
 
@@ -63,7 +68,7 @@ def on_ranks(world: int, cases: dict, folder: Path) -> list[dict]:
 
 
 def each_rank(be, world: int, cases, folder: Path) -> list[dict]:
-    """Return the results of each of `world` ranks in every case; one runs in this process."""
+    """Return the results of `world` processes `be`, each a rank."""
     folder.mkdir(parents=True, exist_ok=True)
     context, port, processes = forkserver(), free_port(), []
     for rank in range(world):
@@ -85,6 +90,14 @@ def differences(cases, alone, ranks) -> list[str]:
     return found
 
 
+def as_on_one_rank(cases, folder: Path, *worlds: int, differing=differences) -> dict:
+    """Return what one rank finds, of which ranks of any number in `worlds` differ in no bit."""
+    (alone,) = on_ranks(1, cases, folder / "1")
+    for world in worlds:
+        assert differing(cases, alone, on_ranks(world, cases, folder / str(world))) == []
+    return alone
+
+
 EXACT = [task for task in TASKS if task != "language_model"]
 
 
@@ -94,8 +107,7 @@ def test_two_ranks_are_one(tmp_path):
     cases["tree"] = in_16_bits("bf16", "tree", 4, "dist.order=fixed", *small)
     cases |= cases_of(("gpt",), ("nvfp4",))
     switches = "precision.switch=[{at: 2, to: bf16_master}]"
-    own = [*TASKS["gpt"].split(), "precision=nvfp4", switches]
-    cases["switch"] = {"overrides": own, "plants": False}
+    cases["switch"] = case(*TASKS["gpt"].split(), "precision=nvfp4", switches)
     (alone,) = on_ranks(1, cases, tmp_path / "1")
     two = on_ranks(2, cases, tmp_path / "2")
     assert differences(cases, alone, two) == []
@@ -113,29 +125,20 @@ def test_two_ranks_are_one(tmp_path):
 @pytest.mark.slow
 def test_all_tasks_and_modes_on_two_and_four_ranks(tmp_path):
     cases = cases_of(EXACT, MODES) | cases_of(("gpt",), ("fp8_rowwise", "fp8_delayed", *IN_BLOCKS))
-    (alone,) = on_ranks(1, cases, tmp_path / "1")
-    for world in (2, 4):
-        assert differences(cases, alone, on_ranks(world, cases, tmp_path / str(world))) == []
+    as_on_one_rank(cases, tmp_path, 2, 4)
 
 
 @pytest.mark.slow
 def test_muon_and_state_in_blocks_on_two_ranks(tmp_path):
     own = [*TASKS["gpt"].split(), "model.hidden_size=64", "precision=fp16_master_scaled"]
     own += ["scaler.growth_interval=2"]
-    cases = {
-        "muon": {"overrides": [*own, "optim=muon"], "plants": False},
-        "blocks": {"overrides": [*own, "precision.update.state_dtype=dynamic8"], "plants": False},
-    }
-    (alone,) = on_ranks(1, cases, tmp_path / "1")
-    assert differences(cases, alone, on_ranks(2, cases, tmp_path / "2")) == []
-    assert alone["muon"]["skipped"] >= 1
+    in_blocks = case(*own, "precision.update.state_dtype=dynamic8")
+    cases = {"muon": case(*own, "optim=muon"), "blocks": in_blocks}
+    assert as_on_one_rank(cases, tmp_path, 2)["muon"]["skipped"] >= 1
 
 
 def reconstruction(*overrides, plants=False):
-    return {
-        "overrides": ["model=conv_autoencoder", "data.batch_size=4", *overrides],
-        "plants": plants,
-    }
+    return case("model=conv_autoencoder", "data.batch_size=4", *overrides, plants=plants)
 
 
 def in_16_bits(dtype, order, parts, *overrides):
@@ -151,9 +154,8 @@ def test_every_scaler_is_told_the_same(tmp_path):
     for scaler in option_files("scaler"):
         own = [f"scaler={scaler}", "precision=fp16_master_scaled", "train.accumulate=4"]
         for order in ("fixed", "fast"):
-            cases[f"{scaler} {order}"] = reconstruction(
-                *own, f"dist.order={order}", plants=scaler != "none"
-            )
+            words = [*own, f"dist.order={order}"]
+            cases[f"{scaler} {order}"] = reconstruction(*words, plants=scaler != "none")
     exact = {name: case for name, case in cases.items() if name.endswith("fixed")}
     (alone,) = on_ranks(1, exact, tmp_path / "1")
     ranks = on_ranks(4, cases, tmp_path / "4")
@@ -190,9 +192,7 @@ def test_micro_batches_in_a_ring_are_ranks_on_gloo(tmp_path):
 @pytest.mark.slow
 def test_gathered_micro_batches_are_added_in_any_order_on_any_number_of_ranks(tmp_path):
     cases = {order: in_16_bits("bf16", order, 4, "dist.order=fixed") for order in ORDERS}
-    (alone,) = on_ranks(1, cases, tmp_path / "1")
-    for world in (2, 4):
-        assert differences(cases, alone, on_ranks(world, cases, tmp_path / str(world))) == []
+    alone = as_on_one_rank(cases, tmp_path, 2, 4)
     assert len({alone[order]["digests"][-1] for order in ORDERS}) == len(ORDERS)
 
 
@@ -212,13 +212,12 @@ def test_sums_in_another_order_and_while_backward_goes_on(tmp_path):
     by the order in which a product adds over the batch."""
     fp32 = cases_of(("classification", "reconstruction", "language_model"), ("fp32",))
     cases = {}
-    for name, case in fp32.items():
-        own = [override for override in case["overrides"] if override != "dist.order=fixed"]
+    for name, exact in fp32.items():
+        own = [override for override in exact["overrides"] if override != "dist.order=fixed"]
         for engine in ("flat", "ddp"):
-            cases[f"{name} {engine}"] = case | {"overrides": [*own, f"dist.engine={engine}"]}
+            cases[f"{name} {engine}"] = case(*own, f"dist.engine={engine}")
         if "reconstruction" in name:  # buckets in the memory order of the weights
-            nhwc = [*own, "dist.engine=ddp", "train.channels_last=on"]
-            cases[f"{name} nhwc"] = case | {"overrides": nhwc}
+            cases[f"{name} nhwc"] = case(*own, "dist.engine=ddp", "train.channels_last=on")
     (alone,) = on_ranks(1, fp32, tmp_path / "1")
     for world in (2, 4):
         ranks = on_ranks(world, cases, tmp_path / str(world))
@@ -229,13 +228,8 @@ def test_sums_in_another_order_and_while_backward_goes_on(tmp_path):
 
 @pytest.mark.slow
 def test_a_scaled_mode_skips_alike_while_backward_goes_on(tmp_path):
-    cases = {
-        engine: reconstruction(
-            *("precision=fp16_master_scaled", "train.accumulate=4", f"dist.engine={engine}"),
-            plants=True,
-        )
-        for engine in ("flat", "ddp")
-    }
+    own, engines = ["precision=fp16_master_scaled", "train.accumulate=4"], ("flat", "ddp")
+    cases = {how: reconstruction(*own, f"dist.engine={how}", plants=True) for how in engines}
     ranks = on_ranks(2, cases, tmp_path)
     assert differences(cases, ranks[0], ranks) == []
     assert ranks[0]["ddp"]["skipped"] == ranks[0]["flat"]["skipped"] >= 1
@@ -256,10 +250,7 @@ def test_what_is_read_ahead_is_the_share_of_the_rank(workers, tmp_path):
     own = ["model=custom", "model.factory=tests.distributed.of_a_rank:small", "data=image_folder"]
     own += [f"data.root={tmp_path / 'data'}", "data.image_size=32", f"data.workers={workers}"]
     own += ["data.batch_size=4", "train.accumulate=4", "dist.order=fixed"]
-    cases = {"images": {"overrides": own, "plants": False}}
-    (alone,) = on_ranks(1, cases, tmp_path / "1")
-    for world in (2, 4):
-        assert differences(cases, alone, on_ranks(world, cases, tmp_path / str(world))) == []
+    as_on_one_rank({"images": case(*own)}, tmp_path, 2, 4)
 
 
 @pytest.mark.slow
@@ -267,13 +258,12 @@ def test_split_streams_have_gradients_as_large_as_whole_ones(tmp_path):
     """So that a loss scale moves as on one rank, but for what FP16 rounds before the sum: the
     gradient of a weight, of some of the streams instead of all."""
     own = [*TASKS["language_model"].split(), "model.dropout=0", "precision=fp16_master_scaled"]
-    cases = {"dynamic": {"overrides": [*own, "scaler.init_scale=16777216"], "plants": False}}
-    (alone,) = on_ranks(1, cases, tmp_path / "1")
-    for world in (2, 4):
-        found = on_ranks(world, cases, tmp_path / str(world))[0]
-        for name in cases:
-            pairs = zip(found[name]["losses"], alone[name]["losses"], strict=True)
-            for own_step, expected in pairs:
-                assert 0.5 <= own_step["loss_scale"] / expected["loss_scale"] <= 2
-            assert abs(found[name]["skipped"] - alone[name]["skipped"]) <= 1
-    assert alone["dynamic"]["skipped"] > 0
+    cases = {"dynamic": case(*own, "scaler.init_scale=16777216")}
+    alone, two, four = (
+        on_ranks(world, cases, tmp_path / str(world))[0]["dynamic"] for world in (1, 2, 4)
+    )
+    for found in (two, four):
+        for own_step, expected in zip(found["losses"], alone["losses"], strict=True):
+            assert 0.5 <= own_step["loss_scale"] / expected["loss_scale"] <= 2
+        assert abs(found["skipped"] - alone["skipped"]) <= 1
+    assert alone["skipped"] > 0

@@ -13,12 +13,11 @@ from mprun.errors import BadInput
 from mprun.precision import get_policy
 from mprun.prepared.shards import keeps_half
 
-from ..helpers import raises_line, record_of
+from ..helpers import raises_line
 from ..shipped import MODES
 from .of_a_rank import STEPS
-from .processes import mprun
-from .test_launch import state_of
-from .test_same_bits import differences, on_ranks, relative
+from .test_launch import resumed_elsewhere
+from .test_same_bits import as_on_one_rank, case, differences, on_ranks, relative
 
 # Rows that no number of ranks divides, and shards of a few numbers: LayerNorm of 12. On a CPU
 # torch's fused kernels would compute the last numbers of a shard with other roundings.
@@ -39,14 +38,8 @@ FUSED = [*GPT, "model.hidden_size=64", "data.vocab_size=64", AUTO]
 WITH_MASTERS = [mode for mode in MODES if mode != "tf32" and not keeps_half(get_policy(mode))]
 
 
-DIGITS = (
-    "model=custom model.factory=tests.distributed.of_a_rank:small data=digits_32 data.batch_size=4"
-)
-DIGITS = [*DIGITS.split(), "train.accumulate=4", *IMAGES[-3:]]
-
-
-def case(*words, plants=False):
-    return {"overrides": [*words], "plants": plants}
+DIGITS = ["model=custom", "model.factory=tests.distributed.of_a_rank:small", "data=digits_32"]
+DIGITS += IMAGES[1:]
 
 
 def cases_of(modes):
@@ -71,8 +64,7 @@ def test_two_ranks_are_one(tmp_path):
     cases = {"fp16_master_scaled clipped": case(*SCALED, "train.clip_norm=0.1", four)}
     cases["fused"] = case(*FUSED, "precision=fp8_delayed", four)
     cases["BatchNorm"] = case(*DIGITS, "precision=amp", plants=True)
-    (alone,) = on_ranks(1, cases, tmp_path / "1")
-    assert differing(cases, alone, on_ranks(2, cases, tmp_path / "2")) == []
+    alone = as_on_one_rank(cases, tmp_path, 2, differing=differing)
     assert 1 <= alone["fp16_master_scaled clipped"]["skipped"] < STEPS
 
 
@@ -93,9 +85,7 @@ def test_muted_a_rank_takes_its_own_rows_for_the_sum(fixed, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_every_mode_has_the_bits_of_one_rank(world, tmp_path):
-    cases = cases_of(WITH_MASTERS)
-    (alone,) = on_ranks(1, cases, tmp_path / "1")
-    assert differing(cases, alone, on_ranks(world, cases, tmp_path / "several")) == []
+    as_on_one_rank(cases_of(WITH_MASTERS), tmp_path, world, differing=differing)
 
 
 @pytest.mark.slow
@@ -123,10 +113,9 @@ def test_settings_have_the_bits_of_one_rank(tmp_path):
         "a history of experts": case(*MOE, "precision=fp8_delayed"),
         "llama": case(*SCALED, "model.norm=rms", "model.positions=rotary", "model.mlp=swiglu"),
     }
-    (alone,) = on_ranks(1, cases, tmp_path / "1")
+    alone = as_on_one_rank(cases, tmp_path, 4, differing=differing)
     scaled = ("images", "fused", "before", "split", "tree", "anew")
     assert all(1 <= alone[name]["skipped"] < STEPS for name in scaled)
-    assert differing(cases, alone, on_ranks(4, cases, tmp_path / "4")) == []
 
 
 @pytest.mark.slow
@@ -183,22 +172,12 @@ def test_resumed_with_other_shards_or_none(first, then, mode, tmp_path):
     own = [word for word in SCALED if not word.startswith(("dist.engine", "precision"))]
     own += [f"precision={mode}", "optim.schedule=constant", "device=cpu", "threads=1"]
     own += ["train.checkpoint_every=4", "numerics=probes", "numerics.every=2", "train.log_every=1"]
-    straight, parted = tmp_path / "straight", tmp_path / "parted"
-    for folder, more in ((straight, ["train.steps=7"]), (parted, ["train.steps=4", *first])):
-        ended = mprun(*own, *more, f"output_dir={folder}")
-        assert ended.returncode == 0, ended.stderr
-    ended = mprun(f"resume={parted}", *then, "train.steps=7")
-    assert ended.returncode == 0, ended.stderr
-    assert state_of(parted) == state_of(straight)
-    record, whole = record_of(parted), record_of(straight)
-    assert record["final"] == whole["final"]
+    record, whole = resumed_elsewhere(own, tmp_path, first, then, steps=(4, 7))
     assert record["audit"]["products"] and record["status"] == "done"
     if "dist.engine=fsdp" in then:
         assert record["ranks"]["engine"] == "fsdp"
-        assert (
-            record["precision"]["effective_dtypes"]["model"]["parameters"]
-            == (whole["precision"]["effective_dtypes"]["model"]["parameters"])
-        )
+        sharded, plain = (own["precision"]["effective_dtypes"]["model"] for own in (record, whole))
+        assert sharded["parameters"] == plain["parameters"]
 
 
 SHARDS = ["devices=2", "train.accumulate=2", "dist.engine=fsdp"]
@@ -213,22 +192,10 @@ SHARDS = ["devices=2", "train.accumulate=2", "dist.engine=fsdp"]
         (["model=gpt", "optim.average_decay=0.9"], "fsdp: optim.average_decay=0.9 keeps whole"),
         (["model=gpt", "optim=muon"], "fsdp: optim.name=muon needs whole matrices, of which a ra"),
         (["model=gpt", "scaler=logmax"], "dist.engine=fsdp: scaler=logmax needs the largest"),
-        (
-            ["model=gpt", "precision=fp16_naive"],
-            "fsdp: precision=fp16_naive keeps weights in 1",
-        ),
-        (
-            ["model=gpt", "precision=bf16_stochastic"],
-            "fsdp: precision=bf16_stochastic keeps w",
-        ),
-        (
-            ["model=gpt", "precision.update.state_dtype=fp8"],
-            "state_dtype=fp8 stores the state",
-        ),
-        (
-            ["model=gpt", "precision.update.square_dtype=bf16"],
-            "square_dtype=bf16 stores the state",
-        ),
+        (["model=gpt", "precision=fp16_naive"], "fsdp: precision=fp16_naive keeps weights in 1"),
+        (["model=gpt", "precision=bf16_stochastic"], "fsdp: precision=bf16_stochastic keeps w"),
+        (["model=gpt", "precision.update.state_dtype=fp8"], "state_dtype=fp8 stores the state"),
+        (["model=gpt", "precision.update.square_dtype=bf16"], "square_dtype=bf16 stores the state"),
         (
             ["model=gpt", "precision=bf16_master", "precision.master_dtype=bf16"],
             "precision.master_dtype=bf16 rounds whole tensors",

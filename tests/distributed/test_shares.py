@@ -33,8 +33,7 @@ def test_the_samples_of_the_ranks_are_those_of_the_update(world, own, step, data
         assert len(ranks.micro_batches(parts)) == own
         taken += [step * parts + number for number in ranks.micro_batches(parts)]
     assert taken == list(range(step * parts, (step + 1) * parts))
-    first = order.indices(taken[0] % order.batches_per_epoch)
-    assert len(first) == batch
+    assert len(order.indices(taken[0] % order.batches_per_epoch)) == batch
     streams = [stream for r in ranks_of(world) for stream in range(parts)[r.streams(parts)]]
     assert streams == list(range(parts))
 

@@ -10,15 +10,12 @@ __all__ = ["EXECUTION", "MODELS", "MODES", "STEPS", "overrides", "refusal"]
 # Of those in blocks these two; the compiler takes a third of the time for the last one.
 MODES = [*OTHER_MODES, "nvfp4", "fp8_block"]
 STACKED = [*TOKENS, "model.embedding_size=8", "model.hidden_size=8", "model.num_layers=2"]
-FORWARD = [
-    "model.bidirectional=false",
-    "model.row_convolution=3",
-    "model.fully_connected=8",
-    "model.num_layers=2",
-]
+FORWARD = ["model.bidirectional=false", "model.row_convolution=3"]
+FORWARD += ["model.fully_connected=8", "model.num_layers=2"]
 # Batches as for ResNet-50: BatchNorm over maps of one pixel.
 NARROW = ["model.width=0.0625", "optim=sgd", "optim.lr=1e-3", "data=synthetic_images"]
 NARROW += ["data.batch_size=8", "data.train_size=32", "data.eval_size=8"]
+MANUAL = ["model.num_heads=2", "model.attention=manual"]
 MIXED = ["model.hidden_size=16", "model.num_experts=4", "model.expert_size=16"]
 MIXED += ["model.balancing=bias", "model.shared_size=16", "model.capacity=1.5"]
 MODELS = {
@@ -34,13 +31,7 @@ MODELS = {
     "lstm_lm_projected": ["model=lstm_lm_projected", *STACKED, "model.projection_size=4"],
     "biglstm": SMALL["sampled"],
     "gpt": SMALL["transformer"],
-    "gpt, manual": [
-        "model=gpt",
-        *TOKENS,
-        "model.hidden_size=8",
-        "model.num_heads=2",
-        "model.attention=manual",
-    ],
+    "gpt, manual": ["model=gpt", *TOKENS, "model.hidden_size=8", *MANUAL],
     "gpt_llama": ["model=gpt_llama", *TOKENS, "model.hidden_size=16"],
     "gpt_moe": ["model=gpt_moe", *TOKENS, *MIXED],  # in the form that does not wait
     "seq2seq": SMALL["translation"],

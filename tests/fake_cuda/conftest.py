@@ -24,6 +24,18 @@ class Device:
         """A run of `mprun` with these overrides, recorded in `folder`."""
         return self.ask("run", folder=str(folder), overrides=list(overrides))
 
+    def record(self, folder: Path, overrides: list[str], **more) -> dict:
+        """The record of such a run, which must be sound."""
+        found = self.ask("run", folder=str(folder), overrides=list(overrides), **more)
+        assert_sound(found)
+        return found["record"]
+
+    def command(self, *words: str) -> dict:
+        """What `mprun WORDS` answered, which must end with 0."""
+        found = self.ask("command", arguments=list(words))
+        assert found.get("code") == 0, found.get("trace", found["printed"])
+        return found
+
     def ask(self, function: str, **arguments) -> dict:
         """Return the worker's answer (`worker.py`); raise AssertionError if the worker dies."""
         if self.process is None:
@@ -35,6 +47,17 @@ class Device:
             code = self.close()
             raise AssertionError(f"the process ended ({code}): {self.log.read_text()[-2000:]}")
         return json.loads(line)
+
+    def own_process(self, *words: str, cwd: Path = ROOT, **variables) -> str:
+        """The output of `python WORDS` in a process of its own; variables of `environment`."""
+        environment = fake_cuda.environment(self.folder, **variables) | {
+            "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+            "TRITON_CACHE_DIR": str(self.folder / "triton"),
+        }
+        command = [self.python, *words]
+        done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-2000:]
+        return done.stdout
 
     def _start(self) -> None:
         environment = fake_cuda.environment(self.folder) | {
@@ -72,6 +95,14 @@ class Device:
         return process.wait(300)
 
 
+def assert_sound(found: dict) -> None:
+    """No exception, no wait between evaluations, no warning, nothing launched beside a capture."""
+    assert "error" not in found, found["trace"]
+    assert found["code"] == 0 and found["record"]["status"] == "done"
+    assert found["warnings"] == []
+    assert found["counts"]["stray"] == 0
+
+
 # Interpreters beside this one, with another torch and what mprun depends on: the same runs there.
 OTHERS = [path for path in os.environ.get("MPRUN_OTHER_PYTHON", "").split(os.pathsep) if path]
 
@@ -90,8 +121,8 @@ def device(request, tmp_path_factory):
 
 
 @pytest.fixture
-def script(device, tmp_path):
-    """`script(text)`: what `answer()` of a program returns, or of its body, with its counts."""
+def asked(device, tmp_path):
+    """`asked(text)`: what `answer()` of a program returns, or of its body, with its counts."""
 
     def ask(text, on=device):
         path = tmp_path / "script.py"
@@ -102,6 +133,18 @@ def script(device, tmp_path):
         return on.ask("script", path=str(path))
 
     return ask
+
+
+@pytest.fixture
+def script(asked):
+    """As `asked`, of a program that must raise no error."""
+
+    def answer(*given):
+        found = asked(*given)
+        assert "error" not in found, found["trace"]
+        return found
+
+    return answer
 
 
 def build_with(python: str, folder: Path) -> None:

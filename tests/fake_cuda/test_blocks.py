@@ -6,7 +6,6 @@ import pytest
 
 from .cells import MODELS
 from .conftest import Device
-from .test_every_mode import assert_sound
 
 CASTS = """
 from mprun.precision import get_policy
@@ -75,8 +74,7 @@ def test_codes_are_laid_out_in_one_launch_each(script, blackwell, mode, launches
 )
 def test_codes_are_multiplied_by_a_gpu_that_has_them(blackwell, tmp_path, mode, element):
     """torch takes sizes, layouts and scales; what comes out, no fake device tells."""
-    found = blackwell.run(tmp_path / "run", [*MODELS["gpt"], f"precision={mode}", "train.steps=3"])
-    assert_sound(found)
-    precision = found["record"]["precision"]
+    words = [*MODELS["gpt"], f"precision={mode}", "train.steps=3"]
+    precision = blackwell.record(tmp_path / "run", words)["precision"]
     assert precision["linear_products"] == "codes, by the GPU"
     assert f"native-{element}" in precision["half_products"]

@@ -7,7 +7,8 @@ import pytest
 from mprun.config.option_files import option_files
 
 from .cells import MODELS, STEPS, refusal
-from .test_every_mode import LARGE, assert_sound
+from .conftest import assert_sound
+from .test_every_mode import LARGE
 
 SMALL = [*MODELS["conv_autoencoder"], f"train.steps={STEPS}"]
 STACKED = [*MODELS["lstm_lm, 2 layers, dropout"], f"train.steps={STEPS}"]
@@ -44,18 +45,16 @@ def test_every_update(device, tmp_path, optimizer, implementation, mode):
 def test_a_varying_rate_needs_no_fused_adam(device, tmp_path, execution):
     """A naive mode updates operation by operation, and no step waits for the skipped updates."""
     overrides = ["optim=adamw", "optim.schedule=cosine", "precision=bf16_naive", "scaler=dynamic"]
-    found = device.run(tmp_path / "run", [*SMALL, *overrides, f"train.cuda_graph={execution}"])
-    assert_sound(found)
-    assert found["record"]["precision"]["update"]["model"]["path"] == "foreach"
+    overrides.append(f"train.cuda_graph={execution}")
+    record = device.record(tmp_path / "run", [*SMALL, *overrides])
+    assert record["precision"]["update"]["model"]["path"] == "foreach"
 
 
 def test_a_varying_rate_that_only_the_host_can_read_is_refused_before_a_run(device, tmp_path):
     overrides = ["optim=sgd", "optim.schedule=cosine", "precision=bf16_naive", "scaler=dynamic"]
     found = device.run(tmp_path / "run", [*SMALL, *overrides])
-    assert (
-        "optim.schedule: without a fused kernel, optimizer SGD reads its learning rate on the host"
-        in found["error"]
-    )
+    says = "without a fused kernel, optimizer SGD reads its learning rate on the host"
+    assert f"optim.schedule: {says}" in found["error"]
     assert not (tmp_path / "run").exists()
 
 
@@ -68,9 +67,7 @@ HALVES = ("fp16_naive", "fp16_master", "amp", "bf16_master", "amp_bf16", "bf16_n
 @pytest.mark.parametrize(("scaler", "mode"), [(s, mode) for s in SCALERS for mode in HALVES])
 def test_every_scaler_in_every_16_bit_dtype(device, tmp_path, scaler, mode):
     overrides = ["optim=sgd", "optim.momentum=0.9", f"scaler={scaler}", f"precision={mode}"]
-    found = device.run(tmp_path / "run", [*SMALL, *overrides])
-    assert_sound(found)
-    assert found["record"]["execution"]["cuda_graph"] == "on"
+    assert device.record(tmp_path / "run", [*SMALL, *overrides])["execution"]["cuda_graph"] == "on"
 
 
 SETTINGS = (
@@ -91,15 +88,14 @@ SETTINGS = (
 @pytest.mark.slow
 def test_other_settings(device, tmp_path, setting):
     mode = [] if "precision=" in setting else ["precision=fp16_master_scaled"]
-    found = device.run(tmp_path / "run", [*SMALL, *mode, *setting.split()])
-    assert_sound(found)
-    assert found["record"]["execution"]["cuda_graph"] == "on"
+    record = device.record(tmp_path / "run", [*SMALL, *mode, *setting.split()])
+    assert record["execution"]["cuda_graph"] == "on"
 
 
 @pytest.mark.slow
 def test_a_gan_with_two_loss_scales(device, tmp_path):
     overrides = [*MODELS["dcgan"], f"train.steps={STEPS}", "precision=amp", "scaler.per=optimizer"]
-    assert_sound(device.run(tmp_path / "run", overrides))
+    device.record(tmp_path / "run", overrides)
 
 
 @pytest.mark.slow
@@ -107,7 +103,7 @@ def test_a_gan_with_two_loss_scales(device, tmp_path):
 @pytest.mark.parametrize("model", ["lstm_lm, 2 layers, dropout", "dcgan"])
 def test_evaluation_in_the_modes_own_arithmetic(device, tmp_path, model, mode):
     overrides = [*MODELS[model], f"precision={mode}", "train.eval_arithmetic=mode"]
-    assert_sound(device.run(tmp_path / "run", [*overrides, "train.steps=4"]))
+    device.record(tmp_path / "run", [*overrides, "train.steps=4"])
 
 
 @pytest.mark.parametrize("graph", ["on", "off"])
@@ -117,9 +113,8 @@ def test_resume_of_a_stacked_lstm_with_dropout(device, tmp_path, mode, graph):
     """Its masks come from a state inside of cuDNN, which goes into checkpoints."""
     folder = tmp_path / "run"
     overrides = [*STACKED, f"precision={mode}", f"train.cuda_graph={graph}"]
-    assert_sound(device.run(folder, [*overrides, "train.checkpoint_every=6"]))
-    found = device.ask("command", arguments=[f"resume={folder}", "train.steps=24"])
-    assert "error" not in found and found["code"] == 0, found
+    device.record(folder, [*overrides, "train.checkpoint_every=6"])
+    found = device.command(f"resume={folder}", "train.steps=24")
     assert found["warnings"] == [] and found["counts"]["stray"] == 0
     record = json.loads((folder / "run.json").read_text())
     assert record["last_step"] == 24 and record["attempts"] == 2
@@ -137,7 +132,7 @@ def test_probes_and_shadow_steps(device, tmp_path, model, mode):
     """Probes read the device where they are due; the steps between them wait for nothing."""
     overrides = [*MODELS[model], f"precision={mode}", "train.steps=7", "numerics=probes"]
     overrides += ["numerics.every=3", "numerics.shadow_every=2"]
-    assert_sound(device.run(tmp_path / "run", overrides))
+    device.record(tmp_path / "run", overrides)
     # The counts are old memory, at times below 0: `read_probes` would refuse them.
     content = (tmp_path / "run" / "numerics" / "step-00000006.json").read_text()
     if mode in NARROW:  # what 16-bit weights took of their updates, inputs of linear layers
@@ -153,10 +148,8 @@ def test_probes_and_shadow_steps(device, tmp_path, model, mode):
 def test_deterministic(device, tmp_path, model, mode):
     overrides = MODELS.get(model) or [*MODELS["alexnet"], "data=digits_224"]
     overrides = [*overrides, "deterministic=true", f"precision={mode}", "train.steps=10"]
-    found = device.run(tmp_path / "run", [*overrides, "train.checkpoint_every=0"])
-    assert_sound(found)
-    graph = found["record"]["execution"]["cuda_graph"]
-    assert (graph == "on") == (refusal(model, mode, "on") is None)
+    record = device.record(tmp_path / "run", [*overrides, "train.checkpoint_every=0"])
+    assert (record["execution"]["cuda_graph"] == "on") == (refusal(model, mode, "on") is None)
 
 
 @pytest.mark.slow
@@ -176,9 +169,7 @@ def test_a_peak_with_a_graph_is_that_of_its_tensors(device, tmp_path):
     peaks = {}
     for graph in ("off", "on"):
         overrides = [*SMALL, f"train.cuda_graph={graph}", "train.eval_every=6", "train.steps=24"]
-        found = device.run(tmp_path / graph, overrides)
-        assert_sound(found)
-        peaks[graph] = found["record"]["memory"]
+        peaks[graph] = device.record(tmp_path / graph, overrides)["memory"]
     assert peaks["on"]["peak_bytes"] >= peaks["off"]["peak_bytes"]
     assert all(peak["reserved_bytes"] >= peak["peak_bytes"] > 0 for peak in peaks.values())
 
@@ -216,33 +207,25 @@ def test_a_model_of_ones_own(device, tmp_path, mode, graph):
     (tmp_path / "own_model.py").write_text(OWN)
     overrides = ["model=custom", "model.factory=own_model:network", "data=digits_32"]
     overrides += ["data.batch_size=4", "optim=sgd", f"precision={mode}", "train.steps=10"]
-    found = device.ask(
-        "run",
-        folder=str(tmp_path / "run"),
-        overrides=[*overrides, f"train.cuda_graph={graph}"],
-        path=str(tmp_path),
-    )
-    assert_sound(found)
-    execution = found["record"]["execution"]["cuda_graph"]
-    assert (execution == "on") == (graph == "on")
+    overrides.append(f"train.cuda_graph={graph}")
+    record = device.record(tmp_path / "run", overrides, path=str(tmp_path))
+    assert (record["execution"]["cuda_graph"] == "on") == (graph == "on")
 
 
 @pytest.mark.slow
 def test_the_targets_of_detection_are_found_without_a_wait(device, tmp_path):
     """A number written to places that are tensors is a copy that torch 2.11 waits for."""
-    assert_sound(device.run(tmp_path / "run", [*MODELS["ssd_mini"], "train.steps=3"]))
+    device.record(tmp_path / "run", [*MODELS["ssd_mini"], "train.steps=3"])
 
 
 @pytest.mark.slow
 def test_micro_batches_that_draw_are_not_captured(device, tmp_path):
     """Each has a seed of its own, a captured step one for all."""
     dropout = [*MODELS["seq2seq"], "train.steps=4", "train.accumulate=2"]
-    found = device.run(tmp_path / "drawn", [*dropout, "train.cuda_graph=auto"])
-    assert_sound(found)
-    assert "each micro-batch draws" in found["record"]["execution"]["cuda_graph"]
-    none = device.run(tmp_path / "plain", [*SMALL, "train.accumulate=2", "train.cuda_graph=on"])
-    assert_sound(none)
-    assert none["record"]["execution"]["cuda_graph"] == "on"
+    record = device.record(tmp_path / "drawn", [*dropout, "train.cuda_graph=auto"])
+    assert "each micro-batch draws" in record["execution"]["cuda_graph"]
+    none = [*SMALL, "train.accumulate=2", "train.cuda_graph=on"]
+    assert device.record(tmp_path / "plain", none)["execution"]["cuda_graph"] == "on"
     refused = device.run(tmp_path / "refused", [*dropout, "train.cuda_graph=on"])
     assert "train.cuda_graph=on: each micro-batch draws" in refused["error"]
     assert not (tmp_path / "refused").exists()
@@ -254,9 +237,8 @@ def test_a_graph_is_captured_anew_after_a_switch_of_modes(device, tmp_path, pair
     before, after = pair.split()
     own = [f"precision={before}", f"precision.switch=[{{at: 8, to: {after}}}]"]
     own += ["train.steps=16", "train.cuda_graph=on"]
-    found = device.run(tmp_path / "run", [*MODELS["gpt"], *own])
-    assert_sound(found)
-    assert found["record"]["switched"] == {"9": after}
-    execution = found["record"]["execution"]
+    record = device.record(tmp_path / "run", [*MODELS["gpt"], *own])
+    assert record["switched"] == {"9": after}
+    execution = record["execution"]
     # Of the eight steps in the second mode the first ones are eager, as at the start of a run.
     assert execution["cuda_graph"] == "on" and 0 < execution["replayed"] < 8

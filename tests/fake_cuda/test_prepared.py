@@ -53,7 +53,6 @@ def answer():
 @pytest.mark.parametrize("mode", MODES)
 def test_script_in_every_mode(script, mode, tmp_path):
     found = script(SCRIPT.format(mode=mode, folder=str(tmp_path / "runs")))
-    assert "error" not in found, found["trace"]
     assert (found["steps"], found["calls"]) == (6, 6)
     kinds = {
         "fp16_naive": ["torch.float16"],
@@ -63,8 +62,7 @@ def test_script_in_every_mode(script, mode, tmp_path):
     }
     assert found["dtypes"] == kinds.get(mode, ["torch.float32"])
     # torch's default AdamW in bf16_naive is warned of.
-    told = [w for w in found["warnings"] if "prototype" not in w and "AdamW betas" not in w]
-    assert told == []
+    assert [w for w in found["warnings"] if "prototype" not in w and "AdamW betas" not in w] == []
 
 
 WAITS = """
@@ -133,7 +131,6 @@ def answer():
 def test_weights_of_an_lstm_are_copied_together_only_if_apart(script, mode, is_own):
     """cuDNN wants them in one piece, as they are outside; casts are apart."""
     found = script(RECURRENT.format(mode=mode))
-    assert "error" not in found, found["trace"]
     assert (found["pieces"], found["is_own"]) == (1, is_own)
     assert [w for w in found["warnings"] if "contiguous" in w] == []
 
@@ -173,9 +170,7 @@ return {{"steps": mprun.state_of(optimizer).steps}}
 @pytest.mark.few(1)
 def test_experts_in_todays_recipes(script, mode):
     """Their casts and products run on a device, for layers and for 3-D weights."""
-    found = script(EXPERTS.format(mode=mode))
-    assert "error" not in found, found["trace"]
-    assert found["steps"] == 3
+    assert script(EXPERTS.format(mode=mode))["steps"] == 3
 
 
 ATTENTION = """
@@ -209,6 +204,5 @@ def answer():
 def test_attention_in_fp8_is_emulated_and_never_waits(script):
     """The name says that it is an emulation, on a GPU too."""
     found = script(ATTENTION.format(mode="fp8_attention"))
-    assert "error" not in found, found["trace"]
     assert found["calls"] == {"forward e4m3-attention": 6, "backward e5m2-attention": 6}
     assert found["kind"] == "native-bf16 emulated-e4m3-attention emulated-e5m2-attention"

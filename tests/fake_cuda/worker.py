@@ -23,8 +23,6 @@ from unittest import mock
 import numpy
 import torch
 
-import mprun.record.async_copy
-import mprun.training.loop
 from mprun.cli import main
 from mprun.config.compose import compose_config
 from mprun.execution.step_runner import StepRunner
@@ -33,8 +31,10 @@ from mprun.numerics import probing
 from mprun.precision.torch_update import take_for_granted
 from mprun.prepared import exact_numbers
 from mprun.record import checkpoint
+from mprun.record.async_copy import Sent
 from mprun.record.run_record import read_record
 from mprun.tasks import GAN
+from mprun.training.loop import MetricLogger
 from mprun.training.run import start
 from tests.fake_cuda import runtime as fake_cuda
 
@@ -84,10 +84,7 @@ def watched():
     """Waiting for the device is an error in every step but the first, and between steps."""
     samples, destroyed = GAN.samples, exact_numbers.destroyed
     step, save, wait = StepRunner.step, checkpoint.save, torch.cuda.synchronize
-    evaluate, read = (
-        mprun.training.loop.MetricLogger.evaluate,
-        mprun.record.async_copy.Sent.read,
-    )
+    evaluate, read, record = MetricLogger.evaluate, Sent.read, probing.Watched.record
 
     def watched_step(self, index, measure=False):
         # A step that compiles may wait: the compiler tries its kernels.
@@ -117,19 +114,15 @@ def watched():
         # A probe is read where it is due; what it reads is no scale, and no count to be shown.
         mock.patch.object(probing, "show_probe", lambda writer, record: None),
         mock.patch.object(probing, "math", SimpleNamespace(log2=lambda value: 0.0)),
-        mock.patch.object(
-            probing.Watched, "record", numpy.errstate(all="ignore")(free(probing.Watched.record))
-        ),
+        mock.patch.object(probing.Watched, "record", numpy.errstate(all="ignore")(free(record))),
         mock.patch.object(torch.cuda, "synchronize", synchronize),
         # How many are left depends on values, and it waits for them.
         mock.patch.object(boxes, "nms", lambda boxes, scores, threshold: scores.argsort()),
         # It reads whether numbers of an input changed by a cast that nobody computed.
         mock.patch.object(exact_numbers, "destroyed", lambda *given: destroyed(*given) and None),
         mock.patch.object(GAN, "samples", lambda task: torch.zeros_like(samples(task).cpu())),
-        mock.patch.object(mprun.training.loop.MetricLogger, "evaluate", finite),
-        mock.patch.object(
-            mprun.record.async_copy.Sent, "read", lambda sent: [0.0 for _ in read(sent)]
-        ),
+        mock.patch.object(MetricLogger, "evaluate", finite),
+        mock.patch.object(Sent, "read", lambda sent: [0.0 for _ in read(sent)]),
     ):
         try:
             yield
