@@ -125,7 +125,7 @@ def test_a_metric_is_declared_by_its_task(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_a_verb_is_an_entry_point(checkout):
     header, line = '[project.entry-points."mprun.verbs"]', 'ended = "perceptrons.ended:main"'
-    assert f"`{line}` in `{header}`" in PAGE
+    assert f"`{line}`" in PAGE and f"`{header}`" in PAGE
     add(checkout, "perceptrons/ended.py")
     project = checkout / "pyproject.toml"
     project.write_text(project.read_text("utf-8").replace(header, f"{header}\n{line}"), "utf-8")
@@ -158,7 +158,7 @@ I1126 10:00:02.000000  1 solver.cpp:237]     Train net output #0: loss = 0.2""" 
 def test_a_log_format_is_an_entry_point(checkout):
     pytest.importorskip("mprun.extensions.logs")
     header, line = '[project.entry-points."mprun.log_formats"]', 'caffe = "perceptrons.logs:CAFFE"'
-    assert f"`{line}` in `{header}`" in PAGE
+    assert f"`{line}`" in PAGE and f"`{header}`" in PAGE
     add(checkout, "perceptrons/logs.py")
     with open(checkout / "pyproject.toml", "a", encoding="utf-8") as project:
         project.write(f"\n{header}\n{line}\n")

@@ -64,8 +64,8 @@ def test_an_installed_package_adds_a_network(command, tmp_path):
     shown = command("--help", "model").stdout
     assert "A perceptron on embedded digits" in shown
     assert "alexnet" in shown
-    assert "Number of hidden units" in command("--help", "model=perceptron").stdout
-    assert "Number of hidden units" in command("--help", "model.units").stdout
+    assert "Hidden units" in command("--help", "model=perceptron").stdout
+    assert "Hidden units" in command("--help", "model.units").stdout
     refused = command("model=perceptron", "model.units=3")
     assert (refused.returncode, refused.stderr) == (2, "mprun: model.units=3: must be even\n")
     assert "perceptron" in command("--info", "config", "model=perceptron").stdout
