@@ -10,9 +10,11 @@ import torch
 from torch import nn
 from torch.distributions import Independent, Normal
 from torch.nn import functional as F
+from torch.testing import assert_close
 
 import mprun
 from mprun.precision import get_policy
+from mprun.precision.audit import FIRST
 from mprun.prepared.containers import each_tensor
 
 from ..helpers import assert_same_bits
@@ -200,3 +202,61 @@ def test_whole_numbers_in_an_object_are_named():
     codes = torch.arange(48.0).view(6, 8) + 1000
     with pytest.warns(UserWarning, match="input batch: whole numbers change"):
         model(Slotted(codes, EDGES))
+
+
+class Keeping(nn.Module):
+    """Keeps its output in an attribute, in a list and in a dictionary of attributes."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.own, self.listed, self.named = nn.Linear(8, 4), None, [], {}
+
+    def forward(self, x):
+        self.own = self.named["y"] = y = self.layer(x)
+        self.listed[:] = [y]
+        return y
+
+    def kept(self):
+        return [self.own, *self.listed, *self.named.values()]
+
+
+@pytest.mark.parametrize("mode", ["bf16_master", "fp16_master_scaled", "amp"])
+def test_what_a_call_keeps_in_attributes_is_an_output_too(mode):
+    """In more steps than are watched, and where the script has emptied them meanwhile."""
+    model = Keeping()
+    _, optimizer = prepared(mode, model, lr=0.02)
+    x = torch.randn(6, 8, generator=torch.Generator().manual_seed(1))
+    for step in range(3 * FIRST):
+        gradients = []
+        for kept in ([], model.kept) if step % 2 else (model.kept, []):
+            optimizer.zero_grad()
+            output = model(x)
+            parts = [output] * 4 if kept == [] else [output, *kept()]
+            assert [part.dtype for part in parts] == [torch.float32] * 4
+            torch.stack(parts).square().mean().backward()
+            gradients.append(model.layer.weight.grad.clone())
+        optimizer.step()
+        # Three sums of 16-bit gradients, each rounded, beside one of FP32.
+        assert_close(*gradients, rtol=4 * 2.0**-8, atol=0)
+        model.listed.clear(), model.named.clear()
+
+
+class Prompted(nn.Linear):
+    """Adds an attribute to its input; the mode leaves an attribute its dtype."""
+
+    prompt: torch.Tensor
+
+    def forward(self, x):
+        return super().forward(x + self.prompt.to(x.dtype))
+
+
+@pytest.mark.parametrize("mode", ["bf16_master", "fp16_master_scaled", "amp"])
+def test_a_leaf_in_an_attribute_enters_as_an_input_does(mode):
+    model = Prompted(8, 4)
+    _, optimizer = prepared(mode, model, lr=0.02)
+    for step in range(3 * FIRST):
+        given = torch.randn(2, 6, 8, generator=torch.Generator().manual_seed(step))
+        x, model.prompt = (one.clone().requires_grad_() for one in given)
+        take_step(optimizer, lambda x=x: model(x).square().mean())
+        assert x.grad.dtype is torch.float32 and torch.equal(x.grad, model.prompt.grad)
+        assert 1e-4 < x.grad.abs().max() < 1  # without the loss scale
