@@ -522,7 +522,7 @@ def test_a_break_that_a_compiler_swallows_is_made_again(monkeypatch):
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 
 
-LATE = """
+RAISES_LATE = """
 from torch import nn
 
 
@@ -541,7 +541,7 @@ def network(data):
 
 def test_an_error_in_your_own_code_is_not_called_a_bug_in_mprun(tmp_path, monkeypatch, capsys):
     """Of a step long after the trial at the beginning, which is refused as bad input."""
-    (tmp_path / "late.py").write_text(LATE)
+    (tmp_path / "late.py").write_text(RAISES_LATE)
     monkeypatch.syspath_prepend(tmp_path)
     own = ["model=custom", "model.factory=late:network", "data=synthetic_images"]
     own += ["data.image_size=8", "data.train_size=64", "data.eval_size=16", "data.batch_size=8"]
