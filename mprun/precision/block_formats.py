@@ -228,7 +228,7 @@ def encoded(wide: Tensor, element: Element, random: Tensor | None = None) -> Ten
 
 
 def decoded(values: Tensor, factor: Tensor) -> Tensor:
-    """Decode FP8 times `factor` to FP32, rounded once; factors of blocks as of `in_blocks`.
+    """Decode FP8 or INT8 times `factor` to FP32, rounded once; factors of blocks as of `in_blocks`.
 
     It moves bits, in an eighth of the time of torch's conversion: exponent and mantissa go to their
     places in FP32, whose exponent has another bias. A NaN of E4M3 comes back as 480, and a NaN of
@@ -237,17 +237,7 @@ def decoded(values: Tensor, factor: Tensor) -> Tensor:
     """
     if values.itemsize > 1:
         return values.float()
-    if values.dtype is torch.int8:
-        return values.float().mul_(factor)
-    # Sign-extended, so that the sign fills all bits above the other seven.
-    bits = values.view(torch.int8).to(torch.int32)
-    if values.dtype is torch.float8_e4m3fn:
-        bits.bitwise_left_shift_(20).bitwise_and_(0x07F00000 - 2**31)
-        bias = 120
-    else:
-        bits.bitwise_left_shift_(21).bitwise_and_(0x0FE00000 - 2**31)
-        bias = 112
-    wide = bits.view(torch.float32).mul_(2.0**bias)
+    wide = values.float() if values.dtype is torch.int8 else _float_from_bits(values)
     if factor.dim() < 4:
         return wide.mul_(factor)
     down, rows, across, columns = factor.shape
@@ -256,6 +246,19 @@ def decoded(values: Tensor, factor: Tensor) -> Tensor:
         wide.view(factor.shape).mul_(factor)
         return wide
     return wide.mul_(factor.reshape(whole)[:n, :k])
+
+
+def _float_from_bits(values: Tensor) -> Tensor:
+    """Return FP8 numbers in FP32; see `decoded`."""
+    # Sign-extended, so that the sign fills all bits above the other seven.
+    bits = values.view(torch.int8).to(torch.int32)
+    if values.dtype is torch.float8_e4m3fn:
+        bits.bitwise_left_shift_(20).bitwise_and_(0x07F00000 - 2**31)
+        bias = 120
+    else:
+        bits.bitwise_left_shift_(21).bitwise_and_(0x0FE00000 - 2**31)
+        bias = 112
+    return bits.view(torch.float32).mul_(2.0**bias)
 
 
 def in_blocks(factor: Tensor, block: Block, size: torch.Size) -> Tensor:

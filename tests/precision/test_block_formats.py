@@ -516,3 +516,11 @@ def test_autocast_does_not_reach_into_a_product(mode):
             y.backward(torch.linspace(-1, 1, 32 * 48).view(32, 48).bfloat16())
         found.append((y, layer.weight.grad))
     assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+
+
+def test_int8_in_blocks_is_decoded_by_the_factor_of_each_block():
+    matrix = torch.randn(33, 70, generator=torch.Generator().manual_seed(1))
+    form = matrix, "int8", 4, 8, "fp32", "", 0
+    codes, factor, _ = cast_blocks(*form)
+    spread = factor.repeat_interleave(4, 0)[:33].repeat_interleave(8, 1)[:, :70]
+    assert torch.equal(cast_blocks(*form, torch.float32)[0], codes.float() * spread)
