@@ -7,6 +7,7 @@ start again where no run had begun, 130 interrupted.
 
 import os
 import signal
+import sys
 import sysconfig
 import traceback
 from collections.abc import Iterator
@@ -164,3 +165,12 @@ def place_of(error: BaseException) -> str | None:
         if not frame.filename.startswith(others):
             return f"{Path(frame.filename).name}, line {frame.lineno}"
     return None
+
+
+def report_bug(error: Exception) -> int:
+    """Print the traceback and whose code to look at first, a user's or mprun's; return the code."""
+    traceback.print_exception(error)
+    place = place_of(error)
+    where = f"raised in or below {place}: an error there, or" if place else "this is"
+    print(f"mprun: {where} a bug in mprun", file=sys.stderr)
+    return BUG

@@ -11,7 +11,6 @@ import re
 import signal
 import sys
 import time
-import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -94,7 +93,7 @@ def _ended(arguments: list[str], interruption: Interruption) -> int:
             place = f": {error.filename}" if error.filename else ""
             print(_one_line(f"mprun: {error.strerror}{place}"), file=sys.stderr)
             return _OF_THE_SYSTEM[error.errno]
-        return _of_a_bug(error)
+        return errors.report_bug(error)
     except Exception as error:
         if "torch" in sys.modules or isinstance(error, MemoryError):
             from mprun.record.memory import ran_out, shortage  # here: imports torch
@@ -108,16 +107,7 @@ def _ended(arguments: list[str], interruption: Interruption) -> int:
             if said := said_by_a_compiler(error):
                 print(_one_line(f"mprun: torch.compile: {said}"), file=sys.stderr)
                 return errors.BAD_INPUT
-        return _of_a_bug(error)
-
-
-def _of_a_bug(error: Exception) -> int:
-    """Print the traceback and whose code to look at first: a user's own code may have raised it."""
-    traceback.print_exception(error)
-    place = errors.place_of(error)
-    where = f"raised in or below {place}: an error there, or" if place else "this is"
-    print(f"mprun: {where} a bug in mprun", file=sys.stderr)
-    return errors.BUG
+        return errors.report_bug(error)
 
 
 def _one_line(text: str, longest: int = 200) -> str:

@@ -82,11 +82,16 @@ def forget_accelerate():
     GradientState._reset_state()
 
 
+def needs_kernels(kind, mode, device="cpu"):
+    """Skip an LSTM in 16 bits where torch has none: most CPUs lack one."""
+    if kind == "language_model" and (why := why_no_lstm(get_policy(mode), torch.device(device))):
+        pytest.skip(why)
+
+
 def own_losses(build_run, kind, mode, *overrides, steps, device="cpu"):
     """(losses of mprun's own task on the same rotating batches, the run)."""
     native = ["cpu_half=native"] if device == "cpu" else []
-    if kind == "language_model" and (why := why_no_lstm(get_policy(mode), torch.device(device))):
-        pytest.skip(why)
+    needs_kernels(kind, mode, device)
     every = [*MODELS[kind], f"precision={mode}", *native, *overrides]
     assert compose_config(every).config.precision.name == mode
     built = build_run(*every, device=device)

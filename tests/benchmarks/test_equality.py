@@ -32,7 +32,7 @@ from mprun.extensions.bench.measure import FIRST_STEPS
 from mprun.extensions.bench.runner import RunnerContender
 
 from ..shipped import MODES
-from .peer_cases import MODELS
+from .peer_cases import MODELS, needs_kernels
 
 CPU = torch.device("cpu")
 # Without weight decay in the configuration, 1e-4 is the wrong one.
@@ -96,16 +96,6 @@ def planted(kind, mode, defect):
             for parameter in network.parameters():
                 parameter.register_hook(lambda gradient: gradient * 65536)
     return trial_of(case, watched_steps(peer_of(equipment), CPU))
-
-
-def needs_kernels(kind, mode):
-    """Skip a peer's LSTM in BF16 where torch has none for the processor."""
-    if (kind, mode) == ("language_model", "amp_bf16"):
-        try:
-            with torch.autocast("cpu", torch.bfloat16):
-                torch.nn.LSTM(16, 16)(torch.zeros(2, 4, 16))
-        except RuntimeError as error:
-            pytest.skip(f"torch has no LSTM in BF16 on this processor: {error}")
 
 
 @pytest.mark.slow
