@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from traceback import walk_tb
 from typing import Any
@@ -255,10 +255,19 @@ def _end_steps(stepped: Mapping[Backward, Sequence[Tensor]]) -> None:
     for model in together:
         model.found_inf.logical_or_(found)  # their gradients may be gone
         model.end_step(model.found_inf if model.scale is not None else None)
-    for model in stepped:
-        model.roll()
+    roll(stepped)
     for scaling in scalings(stepped):
         scaling.end_pass()
+
+
+def roll(models: Collection[Backward]) -> None:
+    """End an update of delayed scaling of `models`, in the same order in all processes.
+
+    It is one of those, too, that no optimizer holds, such as a network in a loss.
+    """
+    held_by_none = [own for own in alive if own.delayed is not None and not own.updated_by]
+    for model in (*models, *sorted(held_by_none, key=lambda one: one.number)):
+        model.roll()
 
 
 def run_pass(roots: Sequence[Root], *args: Any, **kwargs: Any) -> Any:

@@ -343,8 +343,7 @@ class OptimizerSteps:
                 model.end_step(torch.maximum(found, model.found_inf))
             else:
                 model.end_step(found)
-        for model in concerned:  # in the same order in all processes
-            model.roll()
+        passes.roll(concerned)
         if found is not None:
             own = scalings(concerned)
             for scaling in own:

@@ -522,6 +522,39 @@ def test_delayed_scales_move_once_an_update_and_are_in_the_state():
     assert kept.history[0, :2].all() and not kept.history[:, 2].any()
 
 
+@pytest.mark.parametrize("in_graph", [True, False])
+def test_delayed_scales_that_no_optimizer_moves_go_with_the_updates_of_others(in_graph):
+    """They are those of a model with the same weights and inputs; a copy at rest keeps its own."""
+
+    def made():
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 32), nn.Linear(32, 4))
+        return model, sgd(model.parameters(), lr=0.0)
+
+    x = torch.randn(16, 16) / 256
+    model, optimizer = mprun.prepare(*made(), "fp8_delayed")
+    teacher = mprun.prepare(made()[0].requires_grad_(False), precision="fp8_delayed")
+    shared = teacher.forward.shared
+    for _ in range(3):
+        loss = model(x).square().mean()
+        if in_graph:
+            teacher(x.clone().requires_grad_()).square().mean().backward()
+        else:
+            with torch.no_grad():
+                teacher(x)
+        loss.backward()
+        optimizer.step()
+    kept, expected = shared.delayed, mprun.state_of(optimizer).models[0].delayed
+    moved = slice(3 if in_graph else 2)  # gradients come last
+    assert (expected.present[..., 0] != 1).all()
+    assert_same_bits(kept.present[:, moved], expected.present[:, moved])
+    assert_same_bits(kept.history[..., moved], expected.history[..., moved])
+    copied = copy.deepcopy(teacher)
+    model(x).sum().backward()
+    optimizer.step()
+    assert_same_bits(copied.forward.shared.delayed.state_dict(), kept.state_dict())
+
+
 def test_ranks_round_with_random_bits_of_their_own():
     """The process group has one process, which says what its rank is."""
     fake_pg = pytest.importorskip("torch.testing._internal.distributed.fake_pg")
