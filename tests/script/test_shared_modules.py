@@ -108,16 +108,22 @@ def test_each_has_an_optimizer_of_its_own_and_the_shared_part_one_of_them(mode):
     optimizers = [sgd(actor.parameters(), 0.02), sgd(critic[1:].parameters(), 0.02)]
     mprun.prepare([actor, critic], optimizers, mode)
     trained(actor, critic, optimizers, steps=2)
-    before = [own.detach().clone() for own in of_both(actor, critic)]
-    for optimizer in optimizers:
-        optimizer.zero_grad()
-    F.cross_entropy(actor(INPUTS), torch.arange(8) % 4).backward()
-    for own in critic[1:].parameters():
-        own.grad = torch.full_like(own, 0.5)
-    for optimizer in optimizers:
-        optimizer.step()
-    moved = [not torch.equal(*pair) for pair in zip(of_both(actor, critic), before, strict=True)]
-    assert all(moved)
+    scale = mprun.state_of(optimizers[0]).scale
+    first = float(scale.scale)
+    for gradient in (0.5, torch.inf)[: 1 + scale.skips_nonfinite]:
+        before = [own.detach().clone() for own in of_both(actor, critic)]
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        F.cross_entropy(actor(INPUTS), torch.arange(8) % 4).backward()
+        for own in critic[1:].parameters():
+            own.grad = torch.full_like(own, gradient)
+        for optimizer in optimizers:
+            optimizer.step()
+        moved = [not torch.equal(*one) for one in zip(of_both(actor, critic), before, strict=True)]
+        of_actor = len([*actor.parameters()])
+        assert all(moved[:of_actor]) and {*moved[of_actor:]} == {gradient == 0.5}
+    expected = first / 2 if scale.kind == "dynamic" else first
+    assert float(scale.scale) == expected
 
 
 @pytest.mark.parametrize("mode", ["fp32", "amp", "fp16_master_scaled", "fp16_naive"])
