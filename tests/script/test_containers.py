@@ -241,6 +241,44 @@ def test_what_a_call_keeps_in_attributes_is_an_output_too(mode):
         model.listed.clear(), model.named.clear()
 
 
+class Hooked(nn.Module):
+    """Registers a hook on an activation."""
+
+    def __init__(self, hook):
+        super().__init__()
+        self.first, self.second, self.hook = nn.Linear(8, 6), nn.Linear(6, 4), hook
+
+    def forward(self, x):
+        inside = self.first(x)
+        inside.register_hook(hook=self.hook)
+        return self.second(inside.relu())
+
+
+@pytest.mark.parametrize(
+    ("mode", "scaler"),
+    [("bf16_master", "none"), ("fp16_master_scaled", "static"), ("amp", "static")],
+)
+def test_a_hook_of_an_activation_meets_and_returns_gradients_without_the_scale(mode, scaler):
+    """A hook that says that it sees inside meets what is there."""
+
+    def gradient(hook):
+        torch.manual_seed(0)
+        model, optimizer = prepared(mode, Hooked(hook), scaler=scaler)
+        scales.add(float(mprun.state_of(optimizer).scale.scale))
+        model(torch.ones(4, 8)).square().mean().backward()
+        return model.first.weight.grad
+
+    def doubled(own):
+        seen.append(own.abs().max().item())
+        return own * 2
+
+    seen, scales = [], set()
+    assert torch.equal(gradient(doubled), 2 * gradient(lambda own: None))
+    doubled.sees_inside = True
+    gradient(doubled)
+    assert {seen[1] / seen[0]} == scales
+
+
 class Prompted(nn.Linear):
     """Adds an attribute to its input; the mode leaves an attribute its dtype."""
 
@@ -260,3 +298,39 @@ def test_a_leaf_in_an_attribute_enters_as_an_input_does(mode):
         take_step(optimizer, lambda x=x: model(x).square().mean())
         assert x.grad.dtype is torch.float32 and torch.equal(x.grad, model.prompt.grad)
         assert 1e-4 < x.grad.abs().max() < 1  # without the loss scale
+
+
+class Recurring(nn.Module):
+    """Carries two states in attributes, one of them in a tuple."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 4)
+        self.begin()
+
+    def begin(self):
+        self.own, self.pair = torch.zeros(2, 4), (torch.zeros(2, 4),)
+
+    def forward(self, x):
+        own, other = (torch.cat([x, one.to(x.dtype)], 1) for one in (self.own, *self.pair))
+        self.own, self.pair = self.layer(own).tanh(), (self.layer(other).tanh(),)
+        return self.own + self.pair[0]
+
+
+@pytest.mark.parametrize(
+    ("mode", "scaler"), [("fp32", "none"), ("bf16_master", "none"), ("amp", "static")]
+)
+def test_states_that_a_script_begins_anew_are_those_of_the_first_sequence(mode, scaler):
+    """Whether calls are watched or not."""
+    model, optimizer = prepared(mode, Recurring(), scaler=scaler)
+    x, found = torch.randn(2, 4, generator=torch.Generator().manual_seed(1)), []
+    for _ in range(3 * FIRST):
+        outputs = [model(x), model(x)]
+        assert (model.own.dtype, model.pair[0].dtype) == (torch.float32, torch.float32)
+        optimizer.zero_grad()
+        outputs[1].square().mean().backward()
+        found.append([*(one.detach() for one in outputs), model.layer.weight.grad.clone()])
+        model.begin()
+    assert not torch.equal(*found[0][:2])
+    for one in found[1:]:
+        assert_same_bits(one, found[0])

@@ -42,6 +42,13 @@ def test_what_is_destroyed(values, in_fp16, in_bf16):
     assert (destroyed(values, FP16), destroyed(values, BF16)) == (in_fp16, in_bf16)
 
 
+def test_nothing_is_read_from_a_sparse_tensor_or_within_a_transform():
+    codes, found = torch.arange(4001.0).reshape(-1, 1), []
+    assert destroyed(codes, BF16) == "whole" and destroyed(codes.to_sparse(), BF16) is None
+    torch.func.vmap(lambda one: found.append(destroyed(one, BF16)) or one)(codes)
+    assert found == [None]
+
+
 class Coded(nn.Module):
     def __init__(self):
         super().__init__()
@@ -55,9 +62,9 @@ class Coded(nn.Module):
 
 @pytest.mark.parametrize(("mode", "says"), [("fp16_master", True), ("amp", False), ("fp32", False)])
 def test_an_input_and_a_buffer_are_named_once_with_the_cure(mode, says):
-    """In modes that cast at the border; autocast gets both as they are."""
+    """In modes that cast at the border; autocast gets both as they are. A record has the places."""
     model = Coded()
-    mprun.prepare(model, torch.optim.SGD(model.parameters(), 0.1), mode)
+    _, optimizer = mprun.prepare(model, torch.optim.SGD(model.parameters(), 0.1), mode)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         for _ in range(2):
@@ -70,6 +77,8 @@ def test_an_input_and_a_buffer_are_named_once_with_the_cure(mode, says):
         "buffer places: whole numbers change in fp16, up to 2,999; keep them as integers, or in a "
         "module that computes in fp32 (overrides)",
     ], lines
+    places = says * ["buffer places", "input features", "input times"]
+    assert mprun.state_of(optimizer).models[0].audit.result()["destroyed_by_a_cast"] == places
 
 
 def test_further_inputs_are_named_by_their_number():

@@ -4,7 +4,9 @@ import copy
 import dataclasses
 import gc
 import math
+import warnings
 import weakref
+from functools import partial
 from itertools import combinations
 
 import pytest
@@ -520,6 +522,62 @@ def test_delayed_scales_move_once_an_update_and_are_in_the_state():
     kept = delayed_of(copied)
     assert [*kept.layers] == ["0", "2", "3"]
     assert kept.history[0, :2].all() and not kept.history[:, 2].any()
+
+
+@pytest.mark.parametrize("mode", ["fp32", "bf16_master", "fp16_master_scaled", "amp"])
+def test_the_gradient_of_each_parameter_can_be_watched(mode):
+    """As the mode computes it: with its scale, norm layers and parameters in FP32 included."""
+    model, optimizer = prepared(mode, net())
+    steps, seen = mprun.state_of(optimizer), {}
+    handles = [
+        steps.watch_gradient(own, partial(seen.__setitem__, name))
+        for name, own in model.named_parameters()
+    ]
+    loss_of(model).backward()
+    scale = steps.scale.scale
+    for name, own in model.named_parameters():
+        assert torch.equal(seen[name].float() / scale, own.grad), name
+    for handle in handles:
+        handle.remove()
+    seen.clear()
+    loss_of(model).backward()
+    assert not seen
+
+
+def test_a_state_that_cannot_decay_is_warned_of_once():
+    layers = nn.Linear(4, 4), nn.Linear(4, 4)
+    model = nn.Sequential(*layers)
+    optimizer = torch.optim.AdamW(layers[0].parameters())
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        mprun.prepare(model, optimizer, "bf16_naive")
+        for _ in range(2):
+            take_step(optimizer, lambda: model(torch.ones(2, 4)).square().mean())
+        optimizer.add_param_group({"params": [*layers[1].parameters()]})
+        take_step(optimizer, lambda: model(torch.ones(2, 4)).square().mean())
+    lines = [str(one.message) for one in said if "keeps optimizer state" in str(one.message)]
+    assert len(lines) == 1 and lines[0].startswith("AdamW betas: bf16_naive"), lines
+
+
+@pytest.mark.parametrize("mode", ["bf16_kahan", "bf16_stochastic"])
+def test_gradients_of_16_bit_weights_add_up_in_fp32(mode):
+    model, _ = prepared(mode, nn.Linear(4, 4))
+    for factor in (1.0, 2.0**-12):
+        (model(torch.ones(1, 4)).sum() * factor).backward()
+    assert {own.dtype for own in model.parameters()} == {torch.bfloat16}
+    assert model.bias.grad.dtype is torch.float32 and (model.bias.grad == 1 + 2.0**-12).all()
+
+
+def test_a_state_of_16_bit_weights_is_loaded_beside_masters():
+    x = torch.randn(16, 4)
+    saved = []
+    for mode in ("bf16_stochastic", "bf16_master"):
+        model, optimizer = prepared(mode, nn.Linear(4, 4))
+        if saved:
+            optimizer.load_state_dict(saved[0])
+        take_step(optimizer, lambda model=model: model(x).square().mean())
+        saved.append(optimizer.state_dict())
+    assert "narrow" in saved[0] and "narrow" not in saved[1]
 
 
 @pytest.mark.parametrize("in_graph", [True, False])

@@ -36,6 +36,48 @@ def test_one_loss_is_propagated_for_every_optimizer(mode, scaler):
     assert_same_bits([*model.parameters()], [*one.parameters()])
 
 
+def test_models_of_two_modes_in_one_loss_have_each_the_gradients_of_its_own():
+    """Each in the arithmetic of its mode; what is counted is of one mode or not at all."""
+    inputs, found = torch.randn(16, 6), []
+    for together in (False, True):
+        torch.manual_seed(0)
+        pair = [prepared(mode, network())[0] for mode in ("fp16_master", "bf16_master")]
+        losses = [model(inputs).square().sum() for model in pair]
+        for loss in [sum(losses)] if together else losses:
+            loss.backward()
+        found.append([[own.grad for own in model.parameters()] for model in pair])
+        for model, dtype in zip(pair, (torch.float16, torch.bfloat16), strict=True):
+            assert {one for _, one in model.forward.shared.audit.products} == {dtype}
+    assert_same_bits(*found)
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_an_overflow_in_either_model_of_an_optimizer_skips_its_step(which):
+    pair = [network(), network()]
+    optimizer = sgd([own for model in pair for own in model.parameters()])
+    mprun.prepare(pair, optimizer)
+    before = [own.detach().clone() for model in pair for own in model.parameters()]
+    large, small = pair[which](torch.full((4, 6), 6e4)), pair[1 - which](torch.randn(4, 6))
+    (large.sum() * 1e4 + small.sum() * 1e-5).backward()
+    optimizer.step()
+    assert mprun.state_of(optimizer).found_inf == 1
+    assert_same_bits([own.detach() for model in pair for own in model.parameters()], before)
+
+
+def test_the_scale_of_a_network_in_a_loss_moves_with_the_updates_that_it_serves():
+    model, optimizer = prepared("fp16_master_scaled", network())
+    own = DynamicLossScale(DynamicRule(1024.0, growth_interval=2), device=torch.device("cpu"))
+    judge = nn.Linear(3, 3).requires_grad_(False)
+    judge = mprun.prepare(judge, precision="fp16_master_scaled", scaler=own)
+    scales = []
+    for inputs, factor in ((1.0, 1e-3), (1.0, 1e-3), (6e4, 1e4)):
+        optimizer.zero_grad()
+        (judge(model(torch.full((4, 6), inputs))).sum() * factor).backward()
+        optimizer.step()
+        scales.append(float(own.scale))
+    assert scales == [1024, 2048, 1024]
+
+
 def test_an_optimizer_that_no_loss_has_reached_does_not_step():
     model = nn.ModuleList([nn.Linear(6, 3), nn.Linear(6, 3)])
     optimizers = [sgd(part.parameters()) for part in model]

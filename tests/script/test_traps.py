@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 from torch.optim import optimizer as of_torch
+from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 import mprun
@@ -296,6 +297,19 @@ def test_buffers_that_a_call_replaces_go_on(mode):
         model(torch.ones(2, 4))
     assert model.average.tolist() == [1.75] * 4 and model.rows.shape == (3, 4)
     assert model.average.dtype is (next(model.parameters()).dtype)
+
+
+@pytest.mark.parametrize("mode", ["fp32", "fp16_master_scaled", "bf16_master"])
+def test_a_buffer_that_a_call_gives_up_is_gone(mode):
+    def once(model, x):
+        shift, model.shift = model.shift, None
+        return model.net(x) if shift is None else model.net(x) + shift
+
+    buffers = {"shift": lambda: torch.full((4,), 0.5)}
+    model, _ = prepared(mode, Forward(once, net=lambda: nn.Linear(4, 4), **buffers))
+    first, second = (model(torch.ones(2, 4)) for _ in range(2))
+    assert model.shift is None
+    assert_close(first - second, torch.full((2, 4), 0.5), rtol=0, atol=4 * 2.0**-8)
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -131,6 +131,15 @@ class Limited(nn.Linear):
         return super().forward(x)
 
 
+class Shrunk(nn.Linear):
+    """A constant tensor takes part."""
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.weight.copy_(self.weight * torch.tensor(0.999))
+        return super().forward(x)
+
+
 class Clamped(nn.Linear):
     def forward(self, x):
         self.weight.data.clamp_(-0.0123, 0.0123)
@@ -186,7 +195,7 @@ def versions(model):
     return torch.tensor([own._version for own in model.parameters()])
 
 
-@pytest.mark.parametrize("kind", [Normalised, Forced, Limited, Clamped, Averaged])
+@pytest.mark.parametrize("kind", [Normalised, Forced, Limited, Shrunk, Clamped, Averaged])
 @pytest.mark.parametrize("mode", WITH_MASTERS)
 @pytest.mark.few
 def test_a_layer_that_changes_its_own_weight_does_it_in_fp32(mode, kind):
