@@ -29,6 +29,12 @@ def test_a_loop_is_what_the_plain_script_is(name, mode):
     assert not fault(name, mode, outcome(name, mode))
 
 
+@pytest.mark.parametrize("name", ["input_gradient", "gradient_penalty", "prompt_by_attribute"])
+def test_a_pass_that_begins_or_ends_elsewhere_is_that_of_the_plain_script(name):
+    """Quick cases of the above that see what others do not."""
+    assert not fault(name, "fp16_master_scaled", outcome(name, "fp16_master_scaled"))
+
+
 def test_what_is_excused_is_a_loop():
     assert {*MUST_REFUSE, *MAY_RAISE, *MAY_BE_FAR} <= {*LOOPS}
 
