@@ -96,15 +96,14 @@ def test_compiled_steps_differ_by_rounding(build_run, case):
 
 
 @pytest.mark.slow
-def test_without_a_compiler_one_line_says_so(build_run, monkeypatch):
-    import torch._inductor.config as inductor
+def test_without_a_compiler_one_line_says_so(build_run):
+    from torch._inductor.config import patch  # an undone attribute of its own would be missing
 
-    monkeypatch.setattr(inductor.cpp, "cxx", ("/nowhere/g++",))
-    monkeypatch.setattr(inductor, "force_disable_caches", True)
     torch._dynamo.reset()
     built = build_run(*SMALL["reconstruction"], "model.code_size=5", "train.compile=default")
     built.stepper.step(0)
-    with raises_line(BadInput, "(allowed here: auto, off)") as error:
+    nowhere = {"cpp.cxx": ("/nowhere/g++",), "force_disable_caches": True}
+    with patch(nowhere), raises_line(BadInput, "(allowed here: auto, off)") as error:
         built.stepper.step(1)
     assert str(error.value).startswith("train.compile=default: ")
 

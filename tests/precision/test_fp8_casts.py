@@ -76,13 +76,13 @@ def test_inductor_has_the_bits_of_operations(group, dtype):
 
 @pytest.mark.slow
 def test_where_nothing_compiles_operations_cast_and_one_warning_says_so(monkeypatch, tmp_path):
-    import torch._inductor.config as inductor
+    from torch._inductor.config import patch
 
     monkeypatch.setattr(CompiledCast, "has_told", False)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(inductor.cpp, "cxx", (str(tmp_path / "no compiler"),))
-    matrix = next(matrices(torch.bfloat16))
-    with pytest.warns(UserWarning, match="casts to FP8 are not compiled here.*: .*ompiler") as told:
+    matrix, says = next(matrices(torch.bfloat16)), "casts to FP8 are not compiled here.*: .*ompiler"
+    nowhere = patch({"cpp.cxx": (str(tmp_path / "no compiler"),)})
+    with nowhere, pytest.warns(UserWarning, match=says) as told:
         found = [CompiledCast(form)(matrix) for form in FORMS[:2]]
     assert len(told) == 1
     for form, parts in zip(FORMS, found, strict=False):

@@ -8,6 +8,7 @@ from torch import nn
 
 import mprun
 from mprun.precision import DynamicLossScale, DynamicRule
+from mprun.precision.audit import FIRST
 from mprun.precision.loss_scale import LogMaxLossScale, LogMaxRule
 
 from ..helpers import assert_same_bits, network
@@ -49,6 +50,26 @@ def test_models_of_two_modes_in_one_loss_have_each_the_gradients_of_its_own():
         for model, dtype in zip(pair, (torch.float16, torch.bfloat16), strict=True):
             assert {one for _, one in model.forward.shared.audit.products} == {dtype}
     assert_same_bits(*found)
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_new_model_in_a_loss_is_watched_beside_one_of_many_calls(place):
+    inputs, pair = torch.randn(16, 6), [prepared("bf16_master", network())[0] for _ in range(2)]
+    for _ in range(FIRST + 1):
+        pair[place](inputs).sum().backward()
+    sum(model(inputs).square().sum() for model in pair).backward()
+    products = pair[1 - place].forward.shared.audit.products
+    assert {*products} == {("forward", torch.bfloat16), ("backward", torch.bfloat16)}
+
+
+def test_a_shared_scale_moves_at_the_latest_when_one_optimizer_steps_again():
+    scale = DynamicLossScale(DynamicRule(1024.0, growth_interval=1), device=torch.device("cpu"))
+    pair = [prepared("fp16_master_scaled", network(), scaler=scale) for _ in range(2)]
+    found, (model, optimizer) = [], pair[0]
+    for _ in range(3):
+        take_step(optimizer, lambda: model(torch.randn(4, 6)).square().mean())
+        found.append(float(scale.scale))
+    assert found == [1024, 2048, 4096]
 
 
 @pytest.mark.parametrize("which", [0, 1])
