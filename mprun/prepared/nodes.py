@@ -230,14 +230,15 @@ def mark(tensors: Iterable[Tensor], what: str, owner: Owner) -> None:
 
 def leaves(node: GraphNode) -> bool:
     """Return whether a node takes an output out of a model, which widens it."""
-    what = _marks(node).get(_MARK, ("",))[0]
     if isinstance(node, BackwardCFunction):
-        return bool(what == "out")
-    widens = what == "" and type(node).__name__.startswith("ToCopyBackward")
-    return widens and any(
-        one is not None and _marks(one).get(_MARK, ("",))[0] == "out"
-        for one, _ in node.next_functions
-    )
+        return _is_output(node)
+    # Of a call that is watched the cast is marked, too.
+    casts = type(node).__name__.startswith("ToCopyBackward")
+    return casts and any(one is not None and _is_output(one) for one, _ in node.next_functions)
+
+
+def _is_output(node: GraphNode) -> bool:
+    return bool(_marks(node).get(_MARK, ("",))[0] == "out")
 
 
 def _cast_all(

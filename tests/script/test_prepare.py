@@ -544,6 +544,16 @@ def test_the_gradient_of_each_parameter_can_be_watched(mode):
     assert not seen
 
 
+@pytest.mark.parametrize("mode", ["fp32", "bf16_master", "fp16_master_scaled"])
+def test_neither_before_a_step_nor_after_a_usual_one_was_one_skipped(mode):
+    model, optimizer = prepared(mode)
+    steps, flags = mprun.state_of(optimizer), []
+    flags.append(steps.found_inf)
+    take_step(optimizer, loss_of, model)
+    flags.append(steps.found_inf)
+    assert_same_bits(flags, [torch.zeros(()), torch.zeros(())])
+
+
 def test_a_state_that_cannot_decay_is_warned_of_once():
     layers = nn.Linear(4, 4), nn.Linear(4, 4)
     model = nn.Sequential(*layers)

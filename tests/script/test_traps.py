@@ -16,12 +16,14 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 import mprun
+from mprun.precision.audit import FIRST
 from mprun.precision.emulation import HalfEmulation
 from mprun.prepared import passes
+from mprun.prepared.nodes import leaves
 from mprun.torch_private import dispatch_modes
 
 from ..distributed.processes import forkserver
-from ..helpers import assert_same_bits, raises_line
+from ..helpers import assert_same_bits, network, raises_line
 from .loops import INPUTS, VECTORS, Forward, keeps_hidden
 from .networks import (
     HALF_WEIGHTS,
@@ -184,6 +186,20 @@ def test_a_graph_of_many_paths_is_walked_once(mode):
         loss = loss / 2 + loss / 2
     loss.backward()
     assert all(own.grad is not None for own in model.parameters())
+
+
+@pytest.mark.parametrize("mode", ["fp32", "fp16_naive", "bf16_master", "amp", "amp_bf16"])
+def test_only_the_node_that_widens_an_output_leaves_a_model(mode):
+    """So `explain` tells a gradient of the loss from one of the last layer."""
+    model, _ = prepared(mode, network())
+    for _ in range(FIRST + 1):
+        outputs = model(torch.randn(3, 6, requires_grad=True))
+        found, todo = {outputs.grad_fn}, [outputs.grad_fn]
+        while todo:
+            before = {one for one, _ in todo.pop().next_functions if one is not None} - found
+            found |= before
+            todo += before
+        assert [one for one in found if leaves(one)] == [outputs.grad_fn] * (mode != "fp32")
 
 
 @pytest.mark.slow
