@@ -5,7 +5,7 @@ from mprun.precision import get_policy
 from ..execution.trained import SMALL, TOKENS
 from ..shipped import MODES as OTHER_MODES
 
-__all__ = ["EXECUTION", "MODELS", "MODES", "STEPS", "overrides", "refusal"]
+__all__ = ["MODELS", "MODES", "STEPS", "overrides", "refusal"]
 
 # Of those in blocks these two; the compiler takes a third of the time for the last one.
 MODES = [*OTHER_MODES, "nvfp4", "fp8_block"]
@@ -42,7 +42,6 @@ MODELS = {
     "ssd_mini": SMALL["detection"],
     "faster_rcnn": SMALL["two_stages"],
 }
-EXECUTION = ("on", "off")  # a run with a graph begins with eager steps
 STEPS = 12  # 3 to warm up, then with a graph 9 replays
 
 # Layers that FP8 could take: linear, not the output.
