@@ -72,9 +72,17 @@ def test_a_kill_leaves_what_can_be_finished(case, tmp_path, monkeypatch, capsys)
     assert len(places) == len(chosen(case))
 
 
-# Of SIGINT the default run has tests/cli/test_exit_codes.py.
-@pytest.mark.parametrize("name", ["SIGTERM", pytest.param("SIGINT", marks=pytest.mark.slow)])
-@of_each
+# The mode does not meet the signal's number. Of SIGINT the default run has test_exit_codes.py.
+SIGNALS = [(case, "SIGTERM") for case in CASES] + [("fp32", "SIGINT"), ("dcgan amp", "SIGINT")]
+
+
+@pytest.mark.parametrize(
+    ("case", "name"),
+    [
+        pytest.param(*one, marks=() if one == ("amp", "SIGTERM") else pytest.mark.slow)
+        for one in SIGNALS
+    ],
+)
 def test_a_signal_is_answered_and_the_run_finished(case, name, tmp_path, monkeypatch):
     whole = tmp_path / "whole"
     calls = calls_of(case, whole, monkeypatch)
