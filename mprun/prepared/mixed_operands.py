@@ -50,7 +50,7 @@ class MixedOperands(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is Tensor.register_hook and self.owner.scale is not None:
-            tensor, hook = args[0], args[1] if len(args) > 1 else kwargs["hook"]
+            tensor, hook = args  # torch hands both on by place
             if not _is_own(hook):
                 self.was_used = True
                 return tensor.register_hook(self._unscaled(hook))

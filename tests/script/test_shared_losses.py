@@ -85,15 +85,19 @@ def test_an_overflow_in_either_model_of_an_optimizer_skips_its_step(which):
     assert_same_bits([own.detach() for model in pair for own in model.parameters()], before)
 
 
-def test_the_scale_of_a_network_in_a_loss_moves_with_the_updates_that_it_serves():
+@pytest.mark.parametrize("first", ["model", "judge"])
+def test_the_scale_of_a_frozen_network_moves_with_the_updates_that_it_serves(first):
+    """Whether it comes before the model that is trained or behind."""
     model, optimizer = prepared("fp16_master_scaled", network())
     own = DynamicLossScale(DynamicRule(1024.0, growth_interval=2), device=torch.device("cpu"))
-    judge = nn.Linear(3, 3).requires_grad_(False)
+    judge = nn.Linear(3 if first == "model" else 6, 6).requires_grad_(False)
     judge = mprun.prepare(judge, precision="fp16_master_scaled", scaler=own)
     scales = []
     for inputs, factor in ((1.0, 1e-3), (1.0, 1e-3), (6e4, 1e4)):
         optimizer.zero_grad()
-        (judge(model(torch.full((4, 6), inputs))).sum() * factor).backward()
+        given = torch.full((4, 6), inputs, requires_grad=True)
+        outputs = judge(model(given)) if first == "model" else model(judge(given))
+        (outputs.sum() * factor).backward()
         optimizer.step()
         scales.append(float(own.scale))
     assert scales == [1024, 2048, 1024]

@@ -188,6 +188,15 @@ def test_a_graph_of_many_paths_is_walked_once(mode):
     assert all(own.grad is not None for own in model.parameters())
 
 
+@pytest.mark.parametrize("mode", ["fp32", "amp_bf16"])
+def test_a_pass_through_a_model_of_which_nothing_is_trained_is_watched(mode):
+    model = mprun.prepare(network().requires_grad_(False), precision=mode)
+    model(torch.ones(3, 6, requires_grad=True)).sum().backward()
+    dtype = torch.float32 if mode == "fp32" else torch.bfloat16
+    expected = {("forward", dtype): 2, ("backward", dtype): 2}
+    assert model.forward.shared.audit.products == expected
+
+
 @pytest.mark.parametrize("mode", ["fp32", "fp16_naive", "bf16_master", "amp", "amp_bf16"])
 def test_only_the_node_that_widens_an_output_leaves_a_model(mode):
     """So `explain` tells a gradient of the loss from one of the last layer."""

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.testing import assert_close
 
 import mprun
 from mprun.precision import get_policy
@@ -86,9 +87,16 @@ def followed(model, optimizer, run, steps=5):
     return expected
 
 
-@pytest.mark.parametrize("follow", FOLLOWS, ids=lambda follow: follow.__name__)
-@pytest.mark.parametrize("mode", WITH_MASTERS)
-@pytest.mark.few
+def with_casts_first(kinds):
+    """Cases of each mode with each kind: quick is one of each, and each where weights are cast."""
+    for kind in kinds:
+        for mode in WITH_MASTERS:
+            slow = mode != "bf16_master" and kind is not kinds[0]
+            marks = [pytest.mark.slow] if slow else []
+            yield pytest.param(mode, kind, marks=marks, id=f"{mode}-{kind.__name__}")
+
+
+@pytest.mark.parametrize(("mode", "follow"), [*with_casts_first(FOLLOWS)])
 def test_a_momentum_network_moves_as_in_fp32(mode, follow, tmp_path):
     torch.manual_seed(0)
     model = Pair(follow)
@@ -195,9 +203,10 @@ def versions(model):
     return torch.tensor([own._version for own in model.parameters()])
 
 
-@pytest.mark.parametrize("kind", [Normalised, Forced, Limited, Shrunk, Clamped, Averaged])
-@pytest.mark.parametrize("mode", WITH_MASTERS)
-@pytest.mark.few
+KINDS = [Normalised, Forced, Limited, Shrunk, Clamped, Averaged]
+
+
+@pytest.mark.parametrize(("mode", "kind"), [*with_casts_first(KINDS)])
 def test_a_layer_that_changes_its_own_weight_does_it_in_fp32(mode, kind):
     """The first call changes it as in a plain model, to the bit; no version counts twice."""
     torch.manual_seed(0)
@@ -213,6 +222,27 @@ def test_a_layer_that_changes_its_own_weight_does_it_in_fp32(mode, kind):
     loss.backward()
     optimizer.step()
     assert all(own.isfinite().all() for own in model.parameters())
+
+
+class Codebook(nn.Linear):
+    """An activation becomes a code, with its graph."""
+
+    def forward(self, x):
+        codes = self.weight.data
+        codes[0] = x.mean(0)
+        return super().forward(x) + codes[0].square().sum()
+
+
+@pytest.mark.parametrize("mode", ["fp32", "bf16_master", "fp16_master"])
+def test_an_activation_that_is_written_to_a_weight_keeps_its_graph(mode):
+    """Gradients are those of FP32 up to four roundings of BF16, with inputs of one sign."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(6, 4), nn.Sigmoid(), Codebook(4, 3))
+    model, _ = prepared(mode, copy.deepcopy(plain))
+    for own in (plain, model):
+        own(torch.ones(2, 6)).sum().backward()
+    assert_close(model[0].bias.grad, plain[0].bias.grad, rtol=4 * 2.0**-8, atol=2.0**-8)
+    assert_close(model[2].weight[0], plain[2].weight[0], rtol=2.0**-8, atol=0)
 
 
 def unwatched(self, func, types, args=(), kwargs=None):
