@@ -238,7 +238,8 @@ def leaves(node: GraphNode) -> bool:
 
 
 def _is_output(node: GraphNode) -> bool:
-    return bool(_marks(node).get(_MARK, ("",))[0] == "out")
+    what: str = _marks(node).get(_MARK, ("",))[0]
+    return what == "out"
 
 
 def _cast_all(

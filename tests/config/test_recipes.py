@@ -180,6 +180,7 @@ def test_rhythm(recipe):
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.few(6)
 def test_the_file_names_source_expected_result_difference_and_margin(recipe):
     comments = [line for line in text(recipe).splitlines() if line.startswith("#")]
     assert comments[0] == "# @package _global_"

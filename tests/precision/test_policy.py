@@ -82,6 +82,7 @@ def test_the_table(name):
 
 
 @pytest.mark.parametrize("name", ALL_MODES)
+@pytest.mark.few(6)
 def test_the_yaml_file_says_the_same(name):
     device = "cuda" if name == "tf32" else "cpu"
     config = compose_config([f"precision={name}", f"device={device}"]).config

@@ -246,6 +246,7 @@ CLIPPED = ["fp32", "fp16_master_scaled", "amp", "bf16_stochastic", "bf16_kahan"]
 
 
 @pytest.mark.parametrize("mode", CLIPPED)
+@pytest.mark.few(3)
 def test_clipping_by_torch_is_that_of_a_run(mode, build_run):
     """train.clip_norm of a run, and torch's function in a script, on the same batches."""
     built = build_run(*SMALL, f"precision={mode}", "train.clip_norm=0.05", "optim.lr=0.5")
