@@ -51,8 +51,9 @@ class Loaded:
 
 @functools.cache
 def in_mprun(root: Path, filename: str) -> str | None:
-    """Return a file of mprun relative to the checkout; None for any other file."""
-    inside = filename.startswith(f"{root}/mprun/")
+    """Return a module of mprun relative to the checkout; None for any other file, such as a
+    template of pages, whose lines count as executed, too."""
+    inside = filename.startswith(f"{root}/mprun/") and filename.endswith(".py")
     return filename[len(str(root)) + 1 :] if inside else None
 
 

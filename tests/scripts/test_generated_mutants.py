@@ -178,3 +178,10 @@ def test_what_tests_see_of_generated_mutants(tmp_path):
     assert "sees none: tests/precision/test_two.py::test_it_runs [3 changes]" in asked.stderr
     again = run(script="seeing_tests").stderr.splitlines()
     assert again == asked.stderr.splitlines()[-1:]  # none is asked twice
+
+
+def test_lines_of_a_template_are_none_of_a_module(tmp_path):
+    inside = planting.in_mprun(tmp_path, f"{tmp_path}/mprun/comparison/load.py")
+    assert inside == "mprun/comparison/load.py"
+    for other in ("mprun/comparison/templates/page.html", "tests/helpers.py"):
+        assert planting.in_mprun(tmp_path, f"{tmp_path}/{other}") is None
