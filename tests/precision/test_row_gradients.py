@@ -9,8 +9,6 @@ from mprun.precision.update import each_row_once, rows_once
 
 from ..helpers import assert_same_bits
 
-pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # of torch's Adagrad
-
 ADAGRAD = {"lr": 0.1, "initial_accumulator_value": 1.0}
 RULES = {"sgd": lambda own: torch.optim.SGD(own, lr=0.1)}
 RULES["adagrad"] = lambda own: torch.optim.Adagrad(own, **ADAGRAD)

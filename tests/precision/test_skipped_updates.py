@@ -195,7 +195,6 @@ def looked_up(sparse, mode, make, **more):
 
 
 @pytest.mark.few(4)
-@pytest.mark.filterwarnings("ignore:Sparse invariant")  # of torch.optim.Adagrad's own tensors
 @pytest.mark.parametrize("clip", [None, 0.05])
 @pytest.mark.parametrize("mode", ["amp", "fp16_master", "fp16_naive"])
 @pytest.mark.parametrize("rule", ["sgd", "adagrad"])
