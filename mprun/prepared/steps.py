@@ -277,10 +277,11 @@ class OptimizerSteps:
         """Record that the step has ended."""
         if self._is_own_step or frame is not self._frame:
             return
-        self._frame = None
-        self.steps += 1
+        self._frame, self.steps = None, self.steps + 1
         if self._is_plain and self._found is None:
             self.last = self._untouched
+            if graph_task() == -1:
+                passes.roll(self._concerned)  # a teacher may have scales that move
         else:
             self._after()
         if not self._is_checked and self.steps <= self._first:

@@ -623,6 +623,14 @@ def test_delayed_scales_that_no_optimizer_moves_go_with_the_updates_of_others(in
     assert_same_bits(copied.forward.shared.delayed.state_dict(), kept.state_dict())
 
 
+def test_delayed_scales_of_a_network_in_a_loss_move_when_an_fp32_model_steps():
+    judge = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4)).requires_grad_(False)
+    mprun.prepare(judge, precision="fp8_delayed")
+    model, optimizer = prepared("fp32", nn.Linear(4, 16))
+    take_step(optimizer, lambda: judge(model(torch.ones(2, 4))).square().mean())
+    assert (judge.forward.shared.delayed.present[..., 0] != 1).all()
+
+
 def test_ranks_round_with_random_bits_of_their_own():
     """The process group has one process, which says what its rank is."""
     fake_pg = pytest.importorskip("torch.testing._internal.distributed.fake_pg")
