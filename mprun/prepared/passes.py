@@ -121,6 +121,15 @@ class Backward(ABC):
     def parameters(self) -> list[Tensor]:
         """Return its parameters as optimizers hold them, with their gradients after a pass."""
 
+    def updated(self) -> list[Tensor]:
+        """Return its parameters that optimizers hold, or all if none does.
+
+        Nobody clears the gradients of others: one that has overflowed stays so.
+        """
+        own = self.parameters()
+        held = {id(one) for steps in [*self.updated_by] for one in steps.held}
+        return [one for one in own if id(one) in held] or own
+
     def end_step(self, found_inf: Tensor | None) -> None:
         """End an update; if it was skipped, restore the statistics from before its calls."""
         if self.guard is not None and self._guards_step:
@@ -180,7 +189,7 @@ class Backward(ABC):
         Passes.entered.append(self)
         if not self.has_gradients:
             self.grad_max = None
-        elif not self.of_run and all(own.grad is None for own in self.parameters()):
+        elif not self.of_run and all(own.grad is None for own in self.updated()):
             # Gradients were cleared without a step. A script that only steps if they are finite
             # would never let the scale move.
             Scaling.of(self.loss_scale).end_without_step(self.found_inf, [self])
@@ -233,7 +242,8 @@ def _end_pass() -> None:
     with DisableTorchFunction(), below_emulation(gradients):
         for model in Passes.entered:
             model.found_inf.zero_()
-            check_finite(own := model.parameters(), model.found_inf)
+            check_finite(model.updated(), model.found_inf)
+            own = model.parameters()
             model.looked_at = {
                 id(one): (weakref.ref(one.grad), version_of(one.grad))
                 for one in own

@@ -94,6 +94,11 @@ class OptimizerSteps:
         return optimizer
 
     @property
+    def held(self) -> list[Tensor]:
+        """Return the optimizer's parameters, or none if it is gone."""
+        return [] if (optimizer := self._optimizer()) is None else held_by(optimizer)
+
+    @property
     def narrow(self) -> RoundedWeights | None:
         """Return the object that stores low-bit optimizer state and weights without master copies,
         or None if the optimizer has neither."""
@@ -122,9 +127,8 @@ class OptimizerSteps:
     @property
     def module(self) -> nn.Module:
         """Return the model, or a list if there are several."""
-        if len(self.models) == 1:
-            return self.models[0].model
-        return nn.ModuleList(model.model for model in self.models)
+        models = [model.model for model in self.models]
+        return models[0] if len(models) == 1 else nn.ModuleList(models)
 
     def named(self) -> dict[str, Tensor]:
         """Return a mapping from name to parameter, for those parameters of the models that are
@@ -316,8 +320,10 @@ class OptimizerSteps:
                 check_finite(held_by(self.optimizer), self._found)
         elif scaled:
             self._found = self._overflow(scaled, fed)
-        if self.narrow is not None:
-            self._step_in_chunks(self.narrow)
+        if (narrow := self.narrow) is not None:  # in FP32, chunk by chunk
+            if self.steps == 0:
+                self._kept.share_seed()
+            self._step_here(lambda: narrow.step(self._found))
         elif self._found is not None:
             self._undo.enter_context(skipping(self.optimizer, self._found))
         if self._is_within and self.policy.masters == "none":
@@ -330,10 +336,9 @@ class OptimizerSteps:
         concerned, found = self._concerned, self._found
         self._undo.close()
         scale = concerned[0].loss_scale.scale
-        if found is not None:  # copies: both are about to change in place
-            self.last = Update(scale.clone(), found.clone(), None)
-        else:
-            self.last = Update(scale, None, None)
+        # Copies: both are about to change in place.
+        copies = (scale, None) if found is None else (scale.clone(), found.clone())
+        self.last = Update(copies[0], copies[1], None)
         if self._is_within:
             self._end_within(concerned, found)
             return
@@ -400,14 +405,8 @@ class OptimizerSteps:
             return
         found = self._found_in.setdefault(model, torch.zeros_like(model.found_inf))
         inside = {id(own) for own in model.parameters()}
-        mine = [own for own in held_by(self.optimizer) if id(own) in inside]
+        mine = [own for own in self.held if id(own) in inside]
         check_finite(mine, found.zero_())
-
-    def _step_in_chunks(self, narrow: RoundedWeights) -> None:
-        """Take the step here, in FP32, chunk by chunk; the following step has no gradients."""
-        if self.steps == 0:
-            self._kept.share_seed()
-        self._step_here(lambda: narrow.step(self._found))
 
     def _step_below_emulation(self) -> None:
         """Take the step of 16-bit weights here, in torch's arithmetic as between two passes."""
@@ -415,6 +414,7 @@ class OptimizerSteps:
             self._step_here(self.optimizer.step)
 
     def _step_here(self, step: Callable[[], Any]) -> None:
+        """Take the step here; the script's own, which follows, has no gradients."""
         self._is_own_step = True
         try:
             step()

@@ -1,5 +1,6 @@
 """Losses and optimizers that are not one to one, as torch's own optimizers allow them."""
 
+import gc
 from functools import partial
 
 import pytest
@@ -83,6 +84,25 @@ def test_an_overflow_in_either_model_of_an_optimizer_skips_its_step(which):
     optimizer.step()
     assert mprun.state_of(optimizer).found_inf == 1
     assert_same_bits([own.detach() for model in pair for own in model.parameters()], before)
+
+
+@pytest.mark.parametrize("second", ["none", "gone"])
+def test_gradients_that_no_optimizer_clears_overflow_for_one_step_alone(second):
+    """A head is trained, and the body's gradients add up: they stay infinite for ever."""
+    model = network()
+    head, body = sgd(model[2].parameters()), sgd(model[0].parameters())
+    both = [head] if second == "none" else [head, body]
+    model, both = mprun.prepare(model, both, "fp16_master_scaled")
+    skipped = []
+    for magnitude in (6e4, 1e-2, 1e-2):
+        head.zero_grad()
+        (model(torch.full((4, 6), magnitude)).sum() * magnitude).backward()
+        for optimizer in both:
+            optimizer.step()
+        both, optimizer, body = [head], None, None
+        gc.collect()
+        skipped.append(int(mprun.state_of(head).found_inf))
+    assert skipped == [1, 0, 0] and not model[0].weight.grad.isfinite().all()
 
 
 @pytest.mark.parametrize("first", ["model", "judge"])

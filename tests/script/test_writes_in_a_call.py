@@ -245,6 +245,25 @@ def test_an_activation_that_is_written_to_a_weight_keeps_its_graph(mode):
     assert_close(model[2].weight[0], plain[2].weight[0], rtol=2.0**-8, atol=0)
 
 
+class Several(nn.Linear):
+    """One call writes activations to the weight and to a tensor of the script."""
+
+    def forward(self, x):
+        codes = self.weight.data
+        other = torch.zeros_like(codes[0])
+        torch._foreach_add_([codes[0], other], [x.mean(0), x.mean(0)])
+        return super().forward(x) + (codes[0] * other).sum()
+
+
+class Apart(nn.Linear):
+    """A copy of the weight takes activations, one after the other."""
+
+    def forward(self, x):
+        codes = self.weight.data.clone()
+        codes.add_(x.mean(0)).add_(x[0]).add_(x[1])
+        return super().forward(x) + codes.sum()
+
+
 def unwatched(self, func, types, args=(), kwargs=None):
     return func(*args, **kwargs or {})
 
@@ -262,4 +281,19 @@ def test_a_model_that_writes_nothing_has_the_same_bits_unwatched(mode, monkeypat
             monkeypatch.setattr(Writes, "__torch_function__", unwatched)
         model, optimizer = prepared(mode, net())
         found.append((train(model, optimizer, steps=4), model.state_dict()))
+    assert_same_bits(*found)
+
+
+@pytest.mark.parametrize("kind", [Several, Apart])
+def test_what_is_no_weight_alone_takes_activations_as_the_mode_computes(kind, monkeypatch):
+    """A copy has no FP32 beside it once an activation was added; neither has a list with others."""
+    found = []
+    for watched in (True, False):
+        if not watched:
+            monkeypatch.setattr(Writes, "__torch_function__", unwatched)
+        torch.manual_seed(0)
+        model, _ = prepared("bf16_master", nn.Sequential(nn.Linear(6, 4), kind(4, 3)))
+        outputs = model(torch.randn(2, 6))
+        outputs.sum().backward()
+        found.append((outputs, [own.grad for own in model.parameters()]))
     assert_same_bits(*found)
