@@ -20,7 +20,7 @@ from mprun.precision import DynamicLossScale, DynamicRule, StaticLossScale, get_
 from mprun.precision.muon import Muon
 from mprun.precision.policy import build_policy
 
-from ..helpers import assert_same_bits, raises_line
+from ..helpers import assert_same_bits, mixed, raises_line
 from .networks import (
     HALF_WEIGHTS,
     MODES,
@@ -629,6 +629,17 @@ def test_delayed_scales_of_a_network_in_a_loss_move_when_an_fp32_model_steps():
     model, optimizer = prepared("fp32", nn.Linear(4, 16))
     take_step(optimizer, lambda: judge(model(torch.ones(2, 4))).square().mean())
     assert (judge.forward.shared.delayed.present[..., 0] != 1).all()
+
+
+def test_a_step_moves_no_scales_of_a_run_that_was_stopped():
+    """Its network may be alive still, and its casts would count among those of the next run."""
+    made = lambda: nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))  # noqa: E731
+    stopped = mixed(made(), "fp8_delayed").prepared
+    stopped.model(torch.ones(2, 16)).sum().backward()
+    kept = copy.deepcopy(stopped.delayed.state_dict())
+    model, optimizer = prepared("fp8_delayed", made())
+    take_step(optimizer, lambda: model(torch.ones(2, 16)).square().mean())
+    assert_same_bits(stopped.delayed.state_dict(), kept)
 
 
 def test_ranks_round_with_random_bits_of_their_own():
