@@ -16,7 +16,7 @@ from mprun.numerics.probe import chosen_modules
 from mprun.numerics.probing import Watched
 from mprun.numerics.replay import Steps
 
-from ..helpers import assert_same_bits
+from ..helpers import assert_same_bits, record_of
 from .loops import classified
 from .networks import SMALL, as_in_a_script, batches, loss_of, prepared, stepping
 
@@ -202,6 +202,19 @@ def test_a_healthy_step_is_not_explained():
     assert not finding.reproduced and finding.verdict == "not found"
     with pytest.raises(ValueError, match="must return the loss"):
         mprun.probe(lambda: None, optimizer)
+
+
+@pytest.mark.parametrize("ask", [mprun.explain, mprun.advise])
+def test_a_run_goes_on_as_if_nobody_had_asked(ask, tmp_path):
+    model, optimizer = prepared("fp32")
+    step = stepping(optimizer, lambda: loss_of(model))
+    with mprun.Run(tmp_path, optimizer, config={}, seed=0) as run:
+        run.step(step())
+        last = mprun.state_of(optimizer).last
+        ask(step, optimizer, steps=2)
+        assert mprun.state_of(optimizer).last is last
+        run.step(step())
+    assert record_of(run.directory)["last_step"] == 2
 
 
 # `mprun.advise`

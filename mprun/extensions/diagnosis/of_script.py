@@ -73,10 +73,13 @@ def _restored(verb: str, optimizer: Optimizers) -> Iterator[ScriptTask]:
     task = ScriptTask(optimizer)
     before = Snapshot(task, task.device)
     before.take(0, 0)
+    taken = [(steps, steps.steps, steps.last) for steps in task.prepared.values()]
     try:
         yield task
     finally:
         before.restore()
+        for steps, number, last in taken:  # a run of the script counts its own
+            steps.steps, steps.last = number, last
 
 
 @dataclass(frozen=True, slots=True)
