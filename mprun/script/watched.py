@@ -151,6 +151,7 @@ class ScriptTask:
         for name, steps in self.prepared.items():
             for model in steps.models:
                 model.tensors.forget()
+                model.has_gradients = False  # those of a step that ended early move no scale
             groups = steps.optimizer.param_groups
             for group, settings in zip(groups, state["settings"][name], strict=True):
                 group.update(settings)

@@ -217,6 +217,25 @@ def test_a_run_goes_on_as_if_nobody_had_asked(ask, tmp_path):
     assert record_of(run.directory)["last_step"] == 2
 
 
+@pytest.mark.parametrize("ask", [mprun.explain, mprun.advise])
+def test_gradients_of_a_step_that_raises_move_no_scale(ask):
+    model, optimizer = prepared("fp16_master_scaled")
+
+    def step(factor, ends=True):
+        loss = loss_of(model) * factor
+        loss.backward()
+        if not ends:
+            raise FloatingPointError
+        optimizer.step()
+        return loss
+
+    step(1e-4)
+    with pytest.raises(FloatingPointError):
+        ask(lambda: step(1e9, ends=False), optimizer)
+    step(1e-4)
+    assert mprun.state_of(optimizer).scale.scale == 2.0**16
+
+
 # `mprun.advise`
 
 
