@@ -25,7 +25,6 @@ from mprun.execution.step_clock import (
     released,
 )
 from mprun.numerics.replay import Snapshot
-from mprun.prepared.scaling import Scaling
 from mprun.record.memory import reset_peak
 from mprun.tasks import Learner, Task
 from mprun.torch_private import compile_options, said_by_a_compiler
@@ -221,17 +220,11 @@ class CompiledIfFaster(CompiledStep):
         except BaseException as error:
             self.compilation.undo()
             if before.step is not None:
-                self._take_back(before)
+                before.restore()
             if not isinstance(error, Exception) or isinstance(error, MprunError):
                 raise
             line = str(error).strip().partition("\n")[0]
             return None, said_by_a_compiler(error) or f"{type(error).__name__}: {line}"
-
-    def _take_back(self, before: Snapshot) -> None:
-        """Restore the state before a step of which some optimizers have stepped and others not."""
-        for scale in self.task.loss_scales.values():
-            Scaling.of(scale).move()  # it waits for no optimizer of that step; its value goes back
-        before.restore()
 
     def _forget_memory(self) -> None:
         """Give back what the trial took, which the run's peak of memory must not count."""

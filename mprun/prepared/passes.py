@@ -273,8 +273,8 @@ def _end_steps(stepped: Mapping[Backward, Sequence[Tensor]]) -> None:
 def roll(models: Collection[Backward]) -> None:
     """End an update of delayed scaling of `models`, in the same order in all processes.
 
-    It is one of those, too, that no optimizer holds, such as a network in a loss; but not of what is
-    left of a run that was stopped, whose casts would count in the next run.
+    It is one of those, too, that no optimizer holds, such as a network in a loss. What is left of a
+    run that was stopped is none of them: its casts would count in the next run.
     """
     delayed = [own for own in alive if own.delayed is not None and not own.of_run]
     held_by_none = [own for own in delayed if not own.updated_by]

@@ -100,6 +100,10 @@ class Scaling:
     def move(self) -> None:
         """End the iteration of the scale."""
         self.scale.update()
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin the iteration again: some optimizers have stepped in one that was given up."""
         self._stepped.clear()
         self._is_within = False
 

@@ -24,6 +24,7 @@ from mprun.numerics.probing import Watched
 from mprun.precision import ForwardContext, LossScale, PrecisionPolicy
 from mprun.precision.audit import combined
 from mprun.prepared import OptimizerSteps, state_of
+from mprun.prepared.scaling import Scaling
 from mprun.prepared.shards import is_shard
 
 NO_METRICS: Mapping[str, Any] = MappingProxyType({})
@@ -152,6 +153,7 @@ class ScriptTask:
             for model in steps.models:
                 model.tensors.forget()
                 model.has_gradients = False  # those of a step that ended early move no scale
+                Scaling.of(model.loss_scale).forget()
             groups = steps.optimizer.param_groups
             for group, settings in zip(groups, state["settings"][name], strict=True):
                 group.update(settings)

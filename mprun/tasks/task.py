@@ -13,6 +13,7 @@ from mprun.data.source import Batch, Source
 from mprun.distributed.ranks import ALONE, Ranks, seed_micro_batch
 from mprun.precision import ForwardContext, LossScale, PrecisionPolicy
 from mprun.precision.philox import micro_batches
+from mprun.prepared.scaling import Scaling
 from mprun.record.metric_facts import LOSS, Metric
 from mprun.tasks.learner import Learner
 
@@ -120,7 +121,8 @@ class Task(ABC):
 
     @contextmanager
     def attempted(self) -> Iterator[None]:
-        """Enclose a step that may fail; what it has frozen, as a GAN its discriminator, is not."""
+        """Enclose a step that may fail, and be taken again: what it has frozen, as a GAN its
+        discriminator, is not, and loss scales have heard of no optimizer."""
         parameters = [p for own in self.learners.values() for p in own.model.parameters()]
         trained = [parameter.requires_grad for parameter in parameters]
         try:
@@ -128,6 +130,8 @@ class Task(ABC):
         except BaseException:
             for parameter, value in zip(parameters, trained, strict=True):
                 parameter.requires_grad_(value)
+            for scale in self.loss_scales.values():
+                Scaling.of(scale).forget()
             raise
 
     def each_part(self, batches: Iterable[Any]) -> Iterator[Any]:

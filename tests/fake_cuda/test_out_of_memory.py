@@ -151,3 +151,41 @@ def test_a_capture_that_the_driver_refuses(script, tmp_path, graph, code):
     assert found["code"] == code, found["printed"]
     told = "mprun: out of memory: " if code else "mprun: no CUDA graph: CUDA error: out of memory"
     assert told in found["printed"]
+
+
+REFUSED_BETWEEN_TWO = """
+from collections import Counter
+from mprun.cli import main
+from mprun.precision.loss_scale import DynamicLossScale
+from mprun.tasks.learner import Learner
+from unittest import mock
+
+step, update, stepped, updates = Learner.step, DynamicLossScale.update, [], Counter()
+def refused(self, measure=False):
+    if torch.cuda.is_current_stream_capturing():
+        if stepped:
+            raise torch.AcceleratorError("CUDA error: out of memory")
+        stepped.append(self)
+    return step(self, measure)
+
+def counted(self):
+    updates[id(self)] += 1
+    update(self)
+
+with (
+    mock.patch.object(Learner, "step", refused),
+    mock.patch.object(DynamicLossScale, "update", counted),
+):
+    return {{"code": main({arguments}), "updates": [*updates.values()]}}
+"""
+
+
+@pytest.mark.slow
+def test_a_scale_of_two_optimizers_moves_once_a_step_after_a_capture_in_which_one_has_stepped(
+    script, tmp_path
+):
+    arguments = [*MODELS["dcgan"], "precision=fp16_master_scaled", "device=cuda", "threads=1"]
+    arguments += ["train.steps=40", "train.cuda_graph=auto", f"output_dir={tmp_path / 'run'}"]
+    found = script(REFUSED_BETWEEN_TWO.format(arguments=arguments))
+    assert "mprun: no CUDA graph: CUDA error: out of memory" in found["printed"]
+    assert (found["code"], found["updates"]) == (0, [40]), found["printed"]

@@ -15,10 +15,11 @@ from mprun.errors import BadInput
 from mprun.numerics.probe import chosen_modules
 from mprun.numerics.probing import Watched
 from mprun.numerics.replay import Steps
+from mprun.precision import DynamicLossScale, DynamicRule
 
 from ..helpers import assert_same_bits, record_of
 from .loops import classified
-from .networks import SMALL, as_in_a_script, batches, loss_of, prepared, stepping
+from .networks import SMALL, as_in_a_script, batches, loss_of, net, prepared, stepping
 
 first_nonfinite = pytest.importorskip("mprun.extensions.diagnosis.first_nonfinite")
 find_culprit, in_words = first_nonfinite.find_culprit, first_nonfinite.in_words
@@ -234,6 +235,25 @@ def test_gradients_of_a_step_that_raises_move_no_scale(ask):
         ask(lambda: step(1e9, ends=False), optimizer)
     step(1e-4)
     assert mprun.state_of(optimizer).scale.scale == 2.0**16
+
+
+def test_a_step_that_raises_between_two_optimizers_counts_for_no_scale():
+    scale = DynamicLossScale(DynamicRule(1024.0, growth_interval=2), device=torch.device("cpu"))
+    pair = [prepared("fp16_master_scaled", net(), scaler=scale) for _ in range(2)]
+
+    def step(ends=True):
+        for model, optimizer in pair:
+            loss = loss_of(model) * 1e-4
+            loss.backward()
+            optimizer.step()
+            if not ends:
+                raise FloatingPointError
+        return loss
+
+    with pytest.raises(FloatingPointError):
+        mprun.explain(lambda: step(ends=False), [optimizer for _, optimizer in pair])
+    scales = [(step(), float(scale.scale))[1] for _ in range(3)]
+    assert scales == [1024, 2048, 2048]
 
 
 # `mprun.advise`
