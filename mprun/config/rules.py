@@ -16,7 +16,7 @@ from mprun.config.execution_rules import of_execution, of_ranks
 from mprun.config.fields import is_label, violations
 from mprun.config.keys import wanted
 from mprun.config.option_files import named
-from mprun.config.registry import kind_of, readers_of
+from mprun.config.registry import ModelConfig, kind_of, readers_of
 from mprun.config.schema import DTYPES, RunConfig
 from mprun.config.switches import in_mode, modes_in_turn, of_switches
 from mprun.config.trust import check_own_code
@@ -255,7 +255,7 @@ def of_mode(config: RunConfig) -> Iterator[str]:
     if precision.autocast_dtype is not None and precision.param_dtype != "fp32":
         yield f"precision.param_dtype={precision.param_dtype}: must be fp32 under autocast"
     yield from _matmul(precision.matmul, precision.name)
-    yield from _attention(precision)
+    yield from _attention(precision, config.model)
     yield from _storage(precision)
     rounding = precision.update.rounding
     update_dtype = "fp32" if rounding != "nearest" else precision.param_dtype
@@ -298,15 +298,20 @@ def _storage(precision: schema.PrecisionConfig) -> Iterator[str]:
         yield f"precision.update.state_rounding={update.state_rounding}: needs {needed}"
 
 
-def _attention(precision: schema.PrecisionConfig) -> Iterator[str]:
+def _attention(precision: schema.PrecisionConfig, model: ModelConfig) -> Iterator[str]:
     half = precision.autocast_dtype or precision.param_dtype
     given = f"precision.attention.format={precision.attention.format}"
+    kernel, known = getattr(model, "attention", None), str(model.component.builder)
     if precision.attention.format is None:
         needed = f"needs precision.attention.format, which precision={precision.name} lacks"
         read = "grad_format granularity"
         yield from _set_without_use(precision.attention, "precision.attention", read, needed)
     elif half == "fp32":
         yield f"{given}: needs precision.param_dtype or autocast_dtype of fp16 or bf16"
+    elif kernel != "fused" and "mprun." in known:  # of other networks nothing is known
+        what = model.name if kernel is None else f"model.attention={kernel}"
+        none = f"{what} does not call F.scaled_dot_product_attention"
+        yield f"{given}: {none} (allowed here: null)"
 
 
 # Products of a linear layer -> their operands.

@@ -78,6 +78,10 @@ precision=bf16_master precision.master_dtype=fp16 precision.update.rounding=stoc
     precision.update.rounding=stochastic: needs precision.param_dtype=bf16
 model=gpt precision.attention.format=e4m3
     precision.attention.format=e4m3: needs precision.param_dtype or autocast_dtype of fp16
+model=gpt model.attention=manual precision=fp8_attention
+    precision.attention.format=e4m3: model.attention=manual does not call F.scaled_dot_product
+model=seq2seq precision=fp8_attention
+    seq2seq does not call F.scaled_dot_product_attention (allowed here: null)
 model=gpt precision=bf16_master precision.attention.granularity=tensor
     precision.attention.granularity=tensor: needs precision.attention.format
 model=gpt precision=fp8_rowwise precision.matmul.weight=int8
