@@ -63,9 +63,11 @@ class Passes:
     Attributes:
         number: how many have begun.
         fed: number of the newest in which a gradient has left a model at its inputs.
+        last_step: number of the newest before the last step of an optimizer.
+        before: number of the newest of the iteration before.
     """
 
-    number = fed = 0
+    number = fed = last_step = before = 0
     task = -1  # the pass that runs now, as torch counts
     entered: list[Backward] = []  # by the gradients of that pass that they scale
     # Flags of the steps that hooks have taken within it: model -> those of its optimizers.
@@ -106,8 +108,11 @@ class Backward(ABC):
         # Models that passes have entered together with it since then.
         self.partners: weakref.WeakSet[Any] = weakref.WeakSet()
         # Steps of the optimizers that hold its parameters, in the order in which they came, the
-        # same in all processes.
-        self.updated_by: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
+        # same in all processes -> number of the pass whose gradients they have used last.
+        self.updated_by = weakref.WeakKeyDictionary[Any, int]()
+        self.looked = 0  # number of the newest pass whose gradients were looked at
+        # Of several optimizers, as `found_inf`: the gradients of each are not finite.
+        self._found_of = weakref.WeakKeyDictionary[Any, Tensor]()
 
     def compute_in(self, forward_context: ForwardContext) -> None:
         """Take the mode of a context."""
@@ -120,6 +125,11 @@ class Backward(ABC):
     @abstractmethod
     def parameters(self) -> list[Tensor]:
         """Return its parameters as optimizers hold them, with their gradients after a pass."""
+
+    @property
+    @abstractmethod
+    def looks_again(self) -> bool:
+        """Return whether gradients are looked at again before a step if they have changed."""
 
     def updated(self, own: list[Tensor]) -> list[Tensor]:
         """Return those of its parameters `own` that optimizers hold, or all if none does.
@@ -156,6 +166,43 @@ class Backward(ABC):
             self.fed = Passes.fed = Passes.number
         else:  # a penalty on gradients reaches weights through no output
             self._enter()
+
+    def look(self) -> None:
+        """Look at the gradients at the end of a pass, before the script can change them; nothing
+        waits.
+
+        Parameters that other optimizers update may have infinite gradients from another loss.
+        """
+        own = self.parameters()  # once: the walk over a network takes 100 microseconds
+        self.looked = Passes.number
+        check_finite(self.updated(own), self.found_inf.zero_())
+        self.looked_at = {
+            id(one): (weakref.ref(one.grad), version_of(one.grad))
+            for one in own
+            if one.grad is not None
+        }
+        if are_several():  # shards have none before those of several passes are added up
+            self.has_gradients = any(one.grad is not None for one in own)
+        if len(self.updated_by) < 2:
+            self._found_of.clear()
+            return
+        inside = {id(one) for one in own}
+        for steps in [*self.updated_by]:
+            found = self._found_of.setdefault(steps, torch.zeros_like(self.found_inf))
+            check_finite([one for one in steps.held if id(one) in inside], found.zero_())
+
+    def flag_for(self, steps: Any) -> Tensor | None:
+        """Return whether the gradients of `steps` are not finite, as of the newest pass.
+
+        None: it is of an earlier iteration, or an earlier step has asked. The model has had no part
+        in a loss since then, and its gradients may have been cleared.
+        """
+        asked = self.updated_by.get(steps)
+        if asked is not None:
+            self.updated_by[steps] = self.looked
+        if self.looks_again and (asked == self.looked or self.looked <= Passes.before):
+            return None
+        return self._found_of.get(steps, self.found_inf)
 
     def is_new(self, own: Tensor) -> bool:
         """Return whether a script has set or changed the gradient of a parameter since a pass."""
@@ -236,22 +283,11 @@ def _expect_end() -> None:
 
 @torch.no_grad()
 def _end_pass() -> None:
-    """Look at the gradients once, before the script can change them; nothing waits."""
+    """End a pass of models that scale."""
     gradients = (own.grad for model in Passes.entered for own in model.parameters())
     with DisableTorchFunction(), below_emulation(gradients):
         for model in Passes.entered:
-            model.found_inf.zero_()
-            own = model.parameters()  # once: the walk over a network takes 100 microseconds
-            check_finite(model.updated(own), model.found_inf)
-            model.looked_at = {
-                id(one): (weakref.ref(one.grad), version_of(one.grad))
-                for one in own
-                if one.grad is not None
-            }
-            if are_several():  # shards have none before those of several passes are added up
-                model.has_gradients = any(one.grad is not None for one in own)
-            for steps in [*model.updated_by]:
-                steps.look_at(model)
+            model.look()
     if Passes.stepped:
         _end_steps(Passes.stepped)
     Passes.task, Passes.entered, Passes.stepped = -1, [], {}
@@ -283,6 +319,8 @@ def roll(models: Collection[Backward]) -> None:
 
 def run_pass(roots: Sequence[Root], *args: Any, **kwargs: Any) -> Any:
     """Run a backward pass, in the arithmetic of the models whose pass it is."""
+    if Passes.last_step == Passes.number:
+        Passes.before = Passes.number
     Passes.number += 1
     autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
     every = [*alive]  # once: weak sets take microseconds

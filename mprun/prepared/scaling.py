@@ -143,8 +143,11 @@ def repeated(closure: Callable[[], Any], models: Sequence[Any]) -> Callable[[], 
 
     def finite() -> Any:
         for _ in range(_MOST_REPEATS):
+            before = [model.looked for model in models]
             loss = closure()
-            found = torch.stack([model.found_inf for model in models]).amax()
+            pairs = zip(models, before, strict=True)
+            flags = [model.found_inf for model, looked in pairs if model.looked != looked]
+            found = torch.stack(flags or [torch.zeros_like(models[0].found_inf)]).amax()
             if not found.item():
                 return loss
             for scaling in scalings(models):

@@ -15,6 +15,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from itertools import chain
 from types import FrameType
 from typing import Any
 
@@ -40,6 +41,7 @@ from mprun.torch_private import (
     SCALES_ITSELF,
     DisableTorchFunction,
     disable_dispatch_modes,
+    dispatch_modes,
     graph_task,
 )
 
@@ -71,10 +73,12 @@ class OptimizerSteps:
         self._is_plain = True
         self._seen = max(0, Passes.number - 1)  # the pass before the last step
         self._found: Tensor | None = None
-        # For models that others update, too: float32, 0-dim, its own gradients are not finite.
-        self._found_in = weakref.WeakKeyDictionary[PreparedModel, Tensor]()
-        # Its parameters whose gradients are looked at again if they have changed since a pass.
+        # Models that passes have reached since its last step -> whether gradients are not finite.
+        self._fresh: dict[PreparedModel, Any] = {}
+        # Its parameters whose gradients are looked at again if they have changed since a pass, and
+        # those that are in no model.
         self._inside: list[tuple[PreparedModel, Tensor]] = []
+        self._beside: list[Tensor] = []
         self._undo = ExitStack()  # what keeps the step that runs from moving anything
         self._kept = KeptState()
         self._is_within = False  # a hook of a backward pass takes the step
@@ -168,8 +172,10 @@ class OptimizerSteps:
     def watch_gradient(self, own: Tensor, hook: Callable[[Tensor], None]) -> Any:
         """Call `hook` with each gradient that a backward pass computes for the parameter `own`;
         return a handle with a method `remove`."""
-        model = next(one for one in self.models if id(own) in one.tensors.dtypes())
-        return model.tensors.watch_gradient(own, hook)
+        # A layer that the script has added is known from the next call on.
+        known = (one for one in self.models if id(own) in one.tensors.dtypes())
+        new = (one for one in self.models if id(own) in map(id, one.parameters()))
+        return next(chain(known, new)).tensors.watch_gradient(own, hook)
 
     def unscaled_gradients(self) -> dict[str, Tensor]:
         """Return copies of the gradients as the last step used them, by parameter name."""
@@ -194,13 +200,14 @@ class OptimizerSteps:
         held = [own for group in groups for own in group]
         found = [(model, own) for own in held for model in owners.get(id(own), ())]
         self._inside = [(model, own) for model, own in found if model.looks_again]
+        self._beside = [own for own in held if id(own) not in owners]
         self.models = self._kept.models = [*dict.fromkeys(model for model, _ in found)]
         self._is_plain = all(model.is_plain for model in self.models)
         if self.models:
             self._untouched = Update(self.scale.scale, None, None)
             for model in self.models:
                 model.audit.optimizers.add(type(self.optimizer).__name__)
-                model.updated_by[self] = None
+                model.updated_by.setdefault(self, 0)
             for scaling in scalings(self.models):
                 scaling.owners.add(self.optimizer)  # before its first step: the scale waits for it
             self._warn_of_decay()
@@ -311,7 +318,7 @@ class OptimizerSteps:
                 )
             if not scaled:
                 return None
-            self._found = torch.zeros_like(scaled[0].found_inf)
+            self._found, self._fresh = torch.zeros_like(scaled[0].found_inf), dict.fromkeys(scaled)
             others = {key: value for key, value in kwargs.items() if key != "closure"}
             return (args[0], repeated(closure, scaled)), others
         if scaled and self._is_within:  # before the pass ends nobody has looked
@@ -319,7 +326,7 @@ class OptimizerSteps:
                 self._found = torch.zeros_like(scaled[0].found_inf)
                 check_finite(held_by(self.optimizer), self._found)
         elif scaled:
-            self._found = self._overflow(scaled, fed)
+            self._found = self._overflow(scaled)
         if (narrow := self.narrow) is not None:  # in FP32, chunk by chunk
             if self.steps == 0:
                 self._kept.share_seed()
@@ -345,15 +352,17 @@ class OptimizerSteps:
         together = {one for model in concerned for one in (model, *model.partners)}
         for model in together:
             # Of several optimizers any skip counts, whichever steps first.
-            if found is not None and len(model.updated_by) > 1:
+            is_old = model in concerned and model not in self._fresh
+            if found is not None and len(model.updated_by) > 1 and not is_old:
                 model.end_step(torch.maximum(found, model.found_inf))
             else:
                 model.end_step(found)
         passes.roll(concerned)
+        Passes.last_step = Passes.number
         if found is not None:
             own = scalings(concerned)
             for scaling in own:
-                scaling.end(self.optimizer, found, concerned)
+                scaling.end(self.optimizer, found, self._fresh)
             for scaling in scalings(together.difference(concerned)):
                 if not scaling.owners:  # of a loss network that nobody updates
                     scaling.end_without_step(found, together)
@@ -374,39 +383,28 @@ class OptimizerSteps:
     def _newly_fed(self) -> list[PreparedModel]:
         """Return models whose inputs have received gradients since the last step."""
         seen, self._seen = self._seen, Passes.number
-        if Passes.fed <= seen:
-            return []
-        return [model for model in passes.alive if model.fed > seen]
+        return [own for own in passes.alive if own.fed > seen] if Passes.fed > seen else []
 
-    def _overflow(self, scaled: list[PreparedModel], fed: list[PreparedModel]) -> Tensor:
+    def _overflow(self, scaled: list[PreparedModel]) -> Tensor:
         """Return whether a gradient of this optimizer is not finite, float32, 0-dim."""
-        flags = [self._found_in.get(model, model.found_inf) for model in scaled]
-        found = flags[0] if len(flags) == 1 else torch.stack(flags).amax()
-        if fed or not self.models:
-            # Parameters before a model overflow with it, but no check of a pass includes them.
-            owned = {id(own) for model in self.models for own in model.parameters()}
-            others = [own for own in held_by(self.optimizer) if id(own) not in owned]
+        flags = {model: model.flag_for(self) for model in scaled}
+        self._fresh = {model: flag for model, flag in flags.items() if flag is not None}
+        known = [*self._fresh.values()] or [torch.zeros_like(scaled[0].found_inf)]
+        found = known[0] if len(known) == 1 else torch.stack(known).amax()
+        if self._beside:  # before a model or after it; no check of a pass includes them
             found = found.clone() if self.models else torch.zeros_like(found)
-            check_finite(others, found)
-        changed = [own for model, own in self._inside if model.is_new(own)]
+            check_finite(self._beside, found)
+        modes = dispatch_modes()  # a probe's: torch's foreach functions count no versions below it
+        old = {model for model in scaled if modes or model not in self._fresh}
+        changed = [
+            own
+            for model, own in self._inside
+            if model.is_new(own) or (old and model in old and own.grad is not None)
+        ]
         if changed:  # an infinity that a script sets by hand is one that no pass has met
             found = found.clone()
             check_finite(changed, found)
         return found
-
-    def look_at(self, model: PreparedModel) -> None:
-        """Record, at the end of a backward pass, whether the gradients of the optimizer's
-        parameters are finite.
-
-        Parameters that other optimizers update may have infinite gradients from another loss.
-        """
-        if len(model.updated_by) == 1:
-            self._found_in.pop(model, None)
-            return
-        found = self._found_in.setdefault(model, torch.zeros_like(model.found_inf))
-        inside = {id(own) for own in model.parameters()}
-        mine = [own for own in self.held if id(own) in inside]
-        check_finite(mine, found.zero_())
 
     def _step_below_emulation(self) -> None:
         """Take the step of 16-bit weights here, in torch's arithmetic as between two passes."""
