@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch._subclasses import fake_tensor
 from torch.autograd import Variable
 from torch.nn.modules import batchnorm, loss
-from torch.utils import _python_dispatch, _pytree
+from torch.utils import _python_dispatch, _pytree, checkpoint
 from torch.utils.data._utils import worker
 
 # Operators and modes. If gone: the page "Extending PyTorch" of torch's manual names the successor.
@@ -110,6 +110,34 @@ def replace_engine(run: Callable[..., Any]) -> Callable[[], None]:
     def undo() -> None:
         if getattr(torch.autograd, name) is run:
             setattr(torch.autograd, name, run_engine)
+
+    return undo
+
+
+def replace_recomputed(wrap: Callable[[Any], Any]) -> Callable[[], None]:
+    """Let torch's checkpoints keep `wrap(function)` in place of `function` for a backward pass.
+
+    Returns a function that undoes it. If gone: `torch.utils.checkpoint.checkpoint`, of which
+    scripts have a copy by the time that a model is prepared.
+    """
+    reentrant: Any = checkpoint.CheckpointFunction
+    name = "_checkpoint_without_reentrant_generator_impl"
+    if not hasattr(checkpoint, name):  # before 2.15
+        name = name.removesuffix("_impl")
+    forward, generator = reentrant.forward, getattr(checkpoint, name)
+
+    def wrapped_forward(ctx: Any, function: Any, *args: Any) -> Any:
+        return forward(ctx, wrap(function), *args)
+
+    def wrapped_generator(function: Any, *args: Any, **kwargs: Any) -> Any:
+        return generator(wrap(function), *args, **kwargs)
+
+    reentrant.forward = staticmethod(wrapped_forward)
+    setattr(checkpoint, name, wrapped_generator)
+
+    def undo() -> None:
+        reentrant.forward = staticmethod(forward)
+        setattr(checkpoint, name, generator)
 
     return undo
 

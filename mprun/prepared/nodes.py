@@ -333,6 +333,41 @@ def refuse_leaks(roots: Iterable[Root]) -> None:
             )
 
 
+def refuse_recomputed(
+    now: GraphNode | None, roots: Iterable[Root], owners: Iterable[Owner], variables: Callable
+) -> None:
+    """Raise RuntimeError if node `now`, inside a model, has computed `roots` from a parameter past
+    its node, as a checkpoint of the script's own may: that gradient would keep its scale.
+
+    variables: returns id of each parameter of an owner -> anything.
+    """
+    inside = {owner for _, what, owner in _up_to_nodes([now]) if what in ("in", "weight")}
+    own = {key for owner in owners if owner in inside for key in variables(owner)}
+    starts = (root.grad_fn if isinstance(root, Tensor) else root.node for root in roots)
+    for node, _, _ in _up_to_nodes(starts if own else ()):
+        if id(getattr(node, "variable", None)) in own:
+            raise RuntimeError(
+                "a function computes a part of a prepared model again in the backward pass and "
+                "reads a parameter itself, whose gradient would be scaled. Use "
+                "torch.utils.checkpoint, or let a module inside read the parameter"
+            )
+
+
+def _up_to_nodes(
+    starts: Iterable[GraphNode | None],
+) -> Iterator[tuple[GraphNode, str | None, Owner | None]]:
+    """Yield each node that a pass meets up to the first ones of models, and what those are."""
+    todo, seen = [*starts], set[GraphNode]()
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        what, own = _marks(node).get(_MARK, (None, None))
+        yield node, what, own and own()
+        todo += [before for before, _ in node.next_functions] if what is None else ()
+
+
 def _met(roots: Iterable[Root]) -> Iterator[tuple[Any, Owner | None, str | None, Owner | None]]:
     """Yield each node that a pass from `roots` meets, the model that it has entered by then, and
     the mark of the node, if it has one: what it is, and its owner."""

@@ -21,7 +21,7 @@ from mprun.prepared import passes
 from mprun.prepared.passes import run_pass
 from mprun.prepared.scaling import Scaling
 from mprun.prepared.steps import OptimizerSteps, after_step, before_step
-from mprun.torch_private import OF_OPTIMIZERS, replace_engine
+from mprun.torch_private import OF_OPTIMIZERS, replace_engine, replace_recomputed
 
 _WRAPPERS = ("AcceleratedOptimizer", "LightningOptimizer")  # call the step of the wrapped one
 
@@ -78,4 +78,5 @@ def install_hooks() -> None:
             register_optimizer_step_pre_hook(before_step).remove,
             register_optimizer_step_post_hook(after_step).remove,
             replace_engine(run_pass),
+            replace_recomputed(passes.within_calls),
         ]

@@ -25,13 +25,21 @@ from mprun.precision.forward_context import ForwardContext
 from mprun.precision.loss_scale import LossScale
 from mprun.precision.update import largest
 from mprun.prepared.mixed_operands import refused
-from mprun.prepared.nodes import Root, entered, mark, reached, refuse_leaks
+from mprun.prepared.nodes import (
+    Root,
+    entered,
+    mark,
+    reached,
+    refuse_leaks,
+    refuse_recomputed,
+)
 from mprun.prepared.scaling import Scaling, check_finite, scalings
 from mprun.prepared.shards import agree, are_several, refuse_unshared
 from mprun.prepared.tensors import Tensors
 from mprun.torch_private import (
     DisableTorchFunction,
     OpOverload,
+    autograd_node,
     dispatch_modes,
     graph_task,
     lacks_a_kernel,
@@ -326,7 +334,10 @@ def run_pass(roots: Sequence[Root], *args: Any, **kwargs: Any) -> Any:
     every = [*alive]  # once: weak sets take microseconds
     # Products of models in other modes would count for the one that is watched.
     those = every if due or autocast else [one for one in every if one.forward_context.emulations]
-    scales = {model.loss_scale for model in every if model.scale is not None}
+    scaled = [model for model in every if model.scale is not None]
+    scales = {model.loss_scale for model in scaled}
+    if graph_task() != -1 and any(new := [own for own in scaled if is_due(own.calls - 1)]):
+        refuse_recomputed(autograd_node(), roots, new, lambda own: own.tensors.dtypes())
     try:
         with (
             _in_arithmetic(roots, those) if those else nullcontext(),
@@ -345,6 +356,24 @@ def run_pass(roots: Sequence[Root], *args: Any, **kwargs: Any) -> Any:
                 # A run forgets them before its step. Shards are gathered anew in the same memory.
                 if not model.of_run or model.tensors.shards:
                     model.tensors.forget()
+
+
+def within_calls(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `function` as a backward pass has to compute it again for a checkpoint: within the
+    calls of models that are under way now.
+
+    What it calls of a model would enter the mode by itself, but not what it reads of its tensors.
+    """
+    calls = [(model, model.called) for model in [*alive] if model.called is not None]
+
+    def again(*args: Any, **kwargs: Any) -> Any:
+        with ExitStack() as stack:
+            for model, module in calls if graph_task() != -1 else ():
+                if model.called is None:
+                    stack.enter_context(model.in_mode(module, audits=False))
+            return function(*args, **kwargs)
+
+    return again if calls else function
 
 
 def _failed_in(error: BaseException) -> str:

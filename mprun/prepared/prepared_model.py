@@ -99,6 +99,7 @@ class PreparedModel(Backward):
         self._parameters: list[Tensor] = []
         self._shards: list[Tensor] = []  # of a sharded model, as its optimizers hold them
         self.state = Forward.OUTSIDE
+        self.called: nn.Module | None = None  # its call computes in the mode
         self._compiler: Any = None  # what compiles the frames of the caller
         self._compiled = Compiled()
         self._first = next(model.parameters())
@@ -152,12 +153,10 @@ class PreparedModel(Backward):
         if self.mixed is not None:
             self.audit.rounded = self.mixed.places
         self.audit.destroyed = self.exact.places
-        self._losses: Losses | None = None
-        if casts and context.emulations:
-            for emulation in context.emulations:  # which sees every function anyway
-                emulation.functions.loss_dtype = policy.loss_dtype
-        elif casts:
-            self._losses = Losses(policy.loss_dtype)
+        # An emulation sees every function anyway.
+        self._losses = Losses(policy.loss_dtype) if casts and not context.emulations else None
+        for emulation in context.emulations if casts else ():
+            emulation.functions.loss_dtype = policy.loss_dtype
         self._draws = policy.draws and not self.of_run  # calls have numbers, which are given here
         if self._draws and not self._has_drawn:
             self._has_drawn = True
@@ -232,11 +231,10 @@ class PreparedModel(Backward):
         if not again and is_autocast_enabled(self.device_type):
             self.refuse_autocast()
         if not (forward.module.training or is_grad_enabled()):
-            if not self.evaluates_in_mode:
-                return self._evaluate(forward, args, kwargs)
-            return self._compute(forward, args, kwargs, audits=False)
+            compute = self._compute if self.evaluates_in_mode else self._evaluate
+            return compute(forward, args, kwargs)
         if again:
-            with self._in_mode(forward.module, audits=False):
+            with self.in_mode(forward.module, audits=False):
                 return self._computed(forward, args, kwargs)
         # A run looks at its first step, and compiles then.
         audits = is_due(self.calls) and not (self.of_run and self._compiler is not None)
@@ -265,7 +263,7 @@ class PreparedModel(Backward):
             steps.add_up_in_16_bits()
 
     def _compute(
-        self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any], audits: bool
+        self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any], audits: bool = False
     ) -> Any:
         """Compute in the mode, with tensors from outside and for it."""
         self._compiled.in_layers = self.is_sharded
@@ -283,7 +281,7 @@ class PreparedModel(Backward):
             if self.tensors.rounds:
                 self.exact.look_at_buffers(self.tensors.parts)
         args, kwargs = each_tensor((args, kwargs), self.border.inwards)
-        with self._in_mode(forward.module, audits):
+        with self.in_mode(forward.module, audits):
             outputs = self._computed(forward, args, kwargs)
         self.border.let_out(audits)
         return each_tensor(outputs, self.border.outwards) if self._widens else outputs
@@ -325,18 +323,19 @@ class PreparedModel(Backward):
             if self._audits:
                 self._check_tensors(forward.module)
             serves = self._audits or self.tensors.writes
-            with self.tensors.inside(forward.module, self._audits, serves):
+            inside = self.tensors.inside(forward.module, self._audits, serves)
+            with inside, self._in_state(Forward.IN_MODE, forward.module):
                 return taken_by(compiler, forward.compute_within, (args, kwargs), {})
         finally:
             set_compiler(compiler)
 
     @contextmanager
-    def _in_mode(self, module: nn.Module, audits: bool) -> Iterator[None]:
+    def in_mode(self, module: nn.Module, audits: bool) -> Iterator[None]:
+        """Let code compute as within a call of `module`."""
         self._audits = audits and self._sees_values()
         self._follow_modules()
-        hooked = []
-        if self.tensors.changes:
-            hooked = [part for part, _, _ in self.tensors.parts if has_hooks(part)]
+        parts = self.tensors.parts if self.tensors.changes else []
+        hooked = [part for part, _, _ in parts if has_hooks(part)]
         with ExitStack() as stack:
             if torch.is_inference_mode_enabled():
                 # In inference mode tensors count no versions, and the emulation sees no parts of a
@@ -359,21 +358,20 @@ class PreparedModel(Backward):
                 stack.enter_context(self.audit.watching())
             if self.mixed is not None and (audits or self.mixed.was_used):
                 stack.enter_context(self.mixed)
-            stack.enter_context(self._in_state(Forward.IN_MODE))
+            stack.enter_context(self._in_state(Forward.IN_MODE, module))
             yield
 
     def _sees_values(self) -> bool:
-        """Return whether an audited call may look at values, which waits for the device: a run's
-        first call may, and a device without values has none."""
+        # It waits for the device: a run's first call may, and a device without values has none.
         return not self.of_run or (self.calls == 1 and not is_granted())
 
     @contextmanager
-    def _in_state(self, state: int) -> Iterator[None]:
-        before, self.state = self.state, state
+    def _in_state(self, state: int, called: nn.Module | None = None) -> Iterator[None]:
+        before, self.state, self.called = (self.state, self.called), state, called
         try:
             yield
         finally:
-            self.state = before
+            self.state, self.called = before
 
     @contextmanager
     def staying_inside(self, whole: PreparedModel | None = None) -> Iterator[None]:
@@ -440,7 +438,6 @@ class PreparedModel(Backward):
         self._check_tensors(module)
 
     def _check_tensors(self, module: nn.Module) -> None:
-        """Do the same for each parameter that is there in a call of `module`."""
         for part, _, _ in self.tensors.shards.get(module, self.tensors.parts):
             refuse_changed(part, self)
 

@@ -452,6 +452,16 @@ def checkpointed(reentrant: bool) -> Callable:
     return act
 
 
+def scaled_in_a_checkpoint(reentrant: bool) -> Callable:
+    """Recompute a function that reads a parameter itself, as layer scales are."""
+
+    def act(model, inputs):
+        x = checkpoint(lambda x: model.net[0](x) * model.gain, inputs, use_reentrant=reentrant)
+        return model.net[1:](x)
+
+    return act
+
+
 def around(model, inputs, labels):
     return F.cross_entropy(checkpoint(model, inputs, use_reentrant=False), labels)
 
@@ -544,6 +554,13 @@ usual("data_parallel_part", before=lambda m: setattr(m, "0", nn.DataParallel(m[0
 usual("checkpoint_non_reentrant", holding(checkpointed(False)))
 usual("checkpoint_reentrant", holding(checkpointed(True)), batch=LEAVES)
 usual("checkpoint_around", loss=around)
+GAIN = {"gain": lambda: nn.Parameter(torch.ones(64))}
+usual("checkpoint_of_a_parameter", holding(scaled_in_a_checkpoint(False), **GAIN))
+usual(
+    "checkpoint_of_a_parameter_reentrant",
+    holding(scaled_in_a_checkpoint(True), **GAIN),
+    batch=LEAVES,
+)
 usual("buffer_in_place", holding(statistics_in_place, **STATISTICS))
 usual("buffer_assigned", holding(statistics_anew, **STATISTICS))
 for _name, _write in BUFFER_WRITES.items():

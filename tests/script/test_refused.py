@@ -163,6 +163,30 @@ def in_other_8_bits():
     optimizer.load_state_dict(in_8_bits("dynamic8"))
 
 
+class Recomputed(torch.autograd.Function):
+    """A checkpoint as DeepSpeed and fairscale have their own."""
+
+    @staticmethod
+    def forward(ctx, function, x):
+        ctx.function = function
+        ctx.save_for_backward(x)
+        return function(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            again = ctx.function(x)
+        torch.autograd.backward(again, gradient)
+        return None, x.grad
+
+
+def recomputed_by_itself():
+    model = Calls(lambda self, y: Recomputed.apply(lambda x: x * self.gain, y))
+    model.gain = nn.Parameter(torch.ones(4))
+    step(*prepared(model=model))
+
+
 def no_products():
     ones = {"weight": lambda: nn.Parameter(torch.ones(4))}
     step(*prepared(model=Forward(lambda m, x: x * m.weight, net=nn.Identity, **ones)))
@@ -190,6 +214,9 @@ IN_THE_LOOP = {
     "a loss that uses an inner tensor which is neither an output nor an attribute": [kept_outside],
     "a tensor that needs gradients and is used in `forward` without being an input": [
         enters_past_the_inputs
+    ],
+    "a checkpoint function of its own around code that reads parameters itself": [
+        recomputed_by_itself
     ],
     "tensors in an object that `copy.copy` cannot copy": [
         lambda: call(lambda self, y: Uncopied(y)),
