@@ -1,7 +1,8 @@
 """Copies of a prepared model: those that leave the process are plain ones in FP32.
 
     torch.save, pickle      `plain_state` of each module; it loads where mprun is not installed
-    copy.deepcopy           `prepared_copy`: a plain copy, which is prepared again
+    copy.deepcopy           `prepared_copy`: a plain copy, which is prepared again; of a module
+                            whose class copies itself `own_copy`
 
 Without masters weights are 16-bit in the process, and widened on their way out.
 """
@@ -9,6 +10,8 @@ Without masters weights are 16-bit in the process, and widened on their way out.
 from __future__ import annotations
 
 import copy
+from functools import partial
+from itertools import chain
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -27,14 +30,37 @@ def plain_state(forward: Forward) -> dict[str, Any]:
     if not forward.shared.stores_half:
         return state
 
-    def wide(own: Any) -> Any:
-        is_half = isinstance(own, Tensor) and own.dtype is forward.shared.policy.param_dtype
-        return _widened(own) if is_half else own
-
+    wide = partial(_wide, forward)
     state |= {name: {k: wide(own) for k, own in state[name].items()} for name in PLACES}
     if FLAT_WEIGHTS in state:
         state[FLAT_WEIGHTS] = [wide(own) for own in state[FLAT_WEIGHTS]]
     return state
+
+
+def own_copy(forward: Forward, memo: dict[int, Any]) -> nn.Module:
+    """Return the copy that the class of its module makes, which takes all of its attributes.
+
+    torch's parametrizations and graph modules copy themselves. memo: as of `copy.deepcopy`.
+    """
+    module = forward.module
+    taken = {name: module.__dict__.pop(name) for name in OWN if name in module.__dict__}
+    if forward.plain is not None:
+        module.__dict__["forward"] = forward.plain
+    if forward.shared.stores_half:
+        for own in chain(module.parameters(recurse=False), module.buffers(recurse=False)):
+            if (wide := _wide(forward, own)) is not own:
+                memo[id(own)] = copy.deepcopy(wide, memo)
+    try:
+        return copy.deepcopy(module, memo)
+    finally:
+        module.__dict__.pop("forward", None)
+        module.__dict__.update(taken)
+
+
+def _wide(forward: Forward, own: Any) -> Any:
+    """Return a 16-bit tensor of a module in FP32, anything else as it is."""
+    is_half = isinstance(own, Tensor) and own.dtype is forward.shared.policy.param_dtype
+    return _widened(own) if is_half else own
 
 
 # Id and version of a 16-bit tensor -> the same in FP32, while a copy is made: a pickle, or the memo
@@ -60,6 +86,8 @@ def plain_copy(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Modul
     memo: as of `copy.deepcopy`.
     """
     kind, memo = type(model), {} if memo is None else memo
+    if hasattr(kind, "__deepcopy__"):
+        return own_copy(model.__dict__["forward"], memo)
     made = memo[id(model)] = kind.__new__(kind)
     made.__setstate__(copy.deepcopy(model.__getstate__(), memo))
     return made

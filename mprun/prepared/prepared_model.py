@@ -37,7 +37,7 @@ from mprun.prepared import passes
 from mprun.prepared.border import OWN, Border, Forward, Watched, has_hooks
 from mprun.prepared.compiled import Compiled, taken_by
 from mprun.prepared.containers import each_tensor
-from mprun.prepared.copies import plain_state, prepared_copy
+from mprun.prepared.copies import own_copy, plain_state, prepared_copy
 from mprun.prepared.draws import Draws
 from mprun.prepared.exact_numbers import ExactNumbers
 from mprun.prepared.mixed_operands import MixedOperands
@@ -177,6 +177,8 @@ class PreparedModel(Backward):
             forward = module.__dict__["forward"] = kind(self, module, made.plain[module], inside)
             module.__dict__["__getstate__"] = partial(plain_state, forward)
             module.__dict__[REPLICATE] = refuse_replica
+            if hasattr(type(module), "__deepcopy__"):
+                module.__dict__["__deepcopy__"] = partial(own_copy, forward)
         for root in self.roots:
             root.__dict__["__deepcopy__"] = partial(prepared_copy, self, root)
         if self.scale is not None:

@@ -46,7 +46,8 @@ MAY_RAISE: dict[str, frozenset[str]] = {
     # FP32 weights meet 16-bit ones, as after `model.half()`.
     **dict.fromkeys(
         "head_replaced head_replaced_untrained layer_appended layer_appended_between "
-        "weights_from_a_vector ema_before on_from_a_copy on_from_a_pickle on_from_the_whole_model "
+        "weights_from_a_vector ema_before on_from_a_copy on_from_a_copy_of_parametrized "
+        "on_from_a_copy_of_a_graph on_from_a_pickle on_from_the_whole_model "
         "loss_method".split(),
         NARROW,
     ),
@@ -73,7 +74,8 @@ MAY_RAISE: dict[str, frozenset[str]] = {
 # Name -> modes that may train to somewhere else: in FP16 squares of gradients below 2^-12 are 0,
 # and so is Adam's eps.
 MAY_BE_FAR = dict.fromkeys(
-    "gan gan_one_by_one clip_value loaded_before loaded_after on_from_a_copy on_from_a_pickle "
+    "gan gan_one_by_one clip_value loaded_before loaded_after on_from_a_copy "
+    "on_from_a_copy_of_parametrized on_from_a_copy_of_a_graph on_from_a_pickle "
     "on_from_its_state on_from_the_whole_model overflow overflow_in_a_second_phase second_phase "
     "sparse_adam tied clamped_critic".split()
     + [name for name in LOOPS if name.startswith("optimizer_")],

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils import parametrizations
 from torch.optim import swa_utils
 
 from .loops import (
@@ -401,10 +402,10 @@ def resumed(first: bool) -> Script:
 LOOPS |= {"loaded_before": resumed(first=True), "loaded_after": resumed(first=False)}
 
 
-def carried_on(name: str, copied: Callable) -> None:
+def carried_on(name: str, copied: Callable, make: Callable = mlp) -> None:
     """Enter a loop that trains, and goes on with `copied(model, optimizer)`."""
 
-    @training(mlp, adam, name)
+    @training(make, adam, name)
     def run(model, optimizer):
         fit(model, optimizer, steps=3)
         other, own = copied(model, optimizer)
@@ -430,7 +431,22 @@ def whole_through_a_file(model, _):
 
 carried_on("on_from_its_state", through_a_file)
 carried_on("on_from_the_whole_model", whole_through_a_file)
-carried_on("on_from_a_copy", lambda m, o: copy.deepcopy((m, o)))
+
+
+def normalised() -> nn.Module:
+    model = mlp()
+    parametrizations.weight_norm(model[0])
+    return model
+
+
+def both_copied(model, optimizer):
+    return copy.deepcopy((model, optimizer))
+
+
+carried_on("on_from_a_copy", both_copied)
+# Their classes copy all of their attributes.
+carried_on("on_from_a_copy_of_parametrized", both_copied, normalised)
+carried_on("on_from_a_copy_of_a_graph", both_copied, lambda: torch.fx.symbolic_trace(mlp()))
 carried_on("on_from_a_pickle", lambda m, o: pickle.loads(pickle.dumps((m, o))))
 
 
