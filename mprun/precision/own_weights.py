@@ -11,7 +11,7 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from mprun.precision.module_dtypes import caller_of, computes
-from mprun.torch_private import holds_codes, parameters_of
+from mprun.torch_private import holds_codes, parameters_of, places_of
 
 _CONTAINERS = (
     *(nn.Module, nn.Sequential, nn.ModuleList, nn.ModuleDict),
@@ -70,11 +70,13 @@ def routers(model: nn.Module, linears: Iterable[str], weights: Mapping[str, OwnW
     Such a layer is marked by a true `is_router`, or stands beside experts, in the same module or in
     the one around them: it has a row for each expert, or a column, and the width of their input.
     """
-    tables = {name: (own.owner, own.tensor) for name, own in weights.items()}
+    tables = {name: (own.owner, tuple(own.tensor.shape)) for name, own in weights.items()}
     for name in linears:
-        own = getattr(model.get_submodule(name), "weight", None)
-        if isinstance(own, Tensor):
-            tables[name] = name, own
+        module = model.get_submodule(name)
+        if (held := held_weight(module)) is not None:
+            tables[name] = name, tuple(held.shape)
+        elif isinstance(module, nn.Linear):
+            tables[name] = name, (module.out_features, module.in_features)
     found = {n for n, (at, _) in tables.items() if _is_marked(model, at)}
     for own in weights.values():
         if own.tensor.dim() != 3:
@@ -82,12 +84,34 @@ def routers(model: nn.Module, linears: Iterable[str], weights: Mapping[str, OwnW
         around = own.owner.rpartition(".")[0]
         inside = f"{around}." if around else ""
         count, *widths = own.tensor.shape
-        for name, (_, table) in tables.items():
-            if table.dim() == 2 and name.startswith(inside):
-                one, other = table.shape
+        for name, (_, shape) in tables.items():
+            if len(shape) == 2 and name.startswith(inside):
+                one, other = shape
                 if (one == count and other in widths) or (other == count and one in widths):
                     found.add(name)
     return found
+
+
+def held_weight(module: nn.Module) -> Tensor | None:
+    """Return the weight that a module holds; None: it has none, or one that is parametrized.
+
+    To read that one would compute it, and so move the vectors of a spectral norm.
+    """
+    places = (*places_of(module), module.__dict__)
+    return next((own for p in places if isinstance(own := p.get("weight"), Tensor)), None)
+
+
+def weight_of(module: nn.Module) -> Tensor:
+    """Return the weight with which a module has just computed; leave a spectral norm as it is."""
+    if (own := held_weight(module)) is not None:
+        return own
+    norm: nn.Module = module.parametrizations.weight  # type: ignore[union-attr,assignment]
+    was_training = norm.training
+    try:
+        norm.eval()
+        return module.weight  # type: ignore[return-value]
+    finally:
+        norm.train(was_training)
 
 
 def _is_marked(model: nn.Module, name: str) -> bool:

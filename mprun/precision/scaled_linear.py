@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from mprun.precision.block_formats import SCALES, Operand
 from mprun.precision.delayed_scaling import DelayedScaling
 from mprun.precision.module_dtypes import called_in, forward_of
-from mprun.precision.own_weights import OwnWeight, own_weights, routers
+from mprun.precision.own_weights import OwnWeight, held_weight, own_weights, routers
 from mprun.precision.scaled_operators import Calls
 from mprun.precision.scaled_products import (
     BOTH,
@@ -207,7 +207,7 @@ def _is_linear(module: nn.Module) -> bool:
     if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
         return False
     if isinstance(module, nn.Linear):
-        return not holds_codes(module.weight)
+        return (own := held_weight(module)) is None or not holds_codes(own)
     return getattr(module, "is_linear", False)
 
 

@@ -53,12 +53,12 @@ def what_stays(model: nn.Module, policy: PrecisionPolicy, chosen: Chosen) -> str
                 why = "a router"
             elif name in chosen:
                 why = "an override"
+            elif name not in linears and part not in inside:
+                why = f"{type(module).__name__} is no linear layer"
             elif name in outputs:
                 why = "an output layer, which precision.matmul.modules has to name"
-            elif name in linears or part in inside:
-                why = "precision.matmul.modules leaves it out"
             else:
-                why = f"{type(module).__name__} is no linear layer"
+                why = "precision.matmul.modules leaves it out"
             alike = re.sub(r"(?<![^.])\d+(?![^.])", "*", part)
             key = alike, _Kind(dtype, why)
             sizes[key] += tensor.numel()

@@ -21,6 +21,7 @@ from torch import Tensor, is_autocast_enabled, is_grad_enabled, nn
 from torch.compiler import is_dynamo_compiling, is_exporting
 from torch.distributed import is_initialized
 from torch.jit import is_tracing
+from torch.nn.utils.parametrize import ParametrizationList
 
 from mprun.precision.audit import is_due
 from mprun.precision.scaled_linear import KEPT
@@ -56,7 +57,9 @@ class Forward:
         self.shared, self.module, self.plain = shared, module, plain
         # The function that computes in the mode; None: the one that computes outside.
         self.inside = None if inside is plain else inside
-        self.was_called = False  # by code outside the model
+        self.calls = 0  # by code outside the model
+        # Its "calls" from outside read a weight, which is one in FP32 like any other.
+        self.makes_weights = isinstance(module, ParametrizationList)
         # Computes in its place while hooks are called.
         self.around: Callable[..., Any] | None = None
         functools.update_wrapper(self, type(module).forward)

@@ -229,7 +229,9 @@ class PreparedModel(Backward):
 
     def _call(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # A checkpoint's recomputation inside the model counts as inside.
-        again = graph_task() != -1 and not forward.was_called
+        again = graph_task() != -1 and not forward.calls
+        if forward.makes_weights and not (again or self.stores_half):
+            return self._evaluate(forward, args, kwargs)
         if not again and is_autocast_enabled(self.device_type):
             self.refuse_autocast()
         if not (forward.module.training or is_grad_enabled()):
@@ -239,15 +241,14 @@ class PreparedModel(Backward):
             with self.in_mode(forward.module, audits=False):
                 return self._computed(forward, args, kwargs)
         # A run looks at its first step, and compiles then.
-        audits = is_due(self.calls) and not (self.of_run and self._compiler is not None)
+        is_new = is_due(self.calls) or is_due(forward.calls)
+        audits = is_new and not (self.of_run and self._compiler is not None)
         self._check(forward.module, audits)
-        forward.was_called = True
-        self.calls += 1
-        if dist.is_initialized():
-            if (ddp := active_ddp_module()) is not None:
-                if self.group is None:
-                    self._join(ddp.process_group)
-                self.group = ddp.process_group
+        self.calls, forward.calls = self.calls + 1, forward.calls + 1
+        if dist.is_initialized() and (ddp := active_ddp_module()) is not None:
+            if self.group is None:
+                self._join(ddp.process_group)
+            self.group = ddp.process_group
         if self._draws:
             Draws.begin_call(self.forward_context.device)
         if not self._guards_step and is_grad_enabled():

@@ -514,6 +514,11 @@ def test_what_stays_is_said_once(capsys):
         "nvfp4 casts the products of 33 % of the weights; *.*.weight (66 %) stay in bf16: "
         "Conv2d is no linear layer"
     ]
+    assert said(nn.Sequential(nn.Linear(8, 8), nn.LSTM(8, 8)), "fp8_rowwise") == [
+        # 64 of 64 + 2 x 256
+        "fp8_rowwise casts the products of 11 % of the weights; 1.weight_ih_l0 (44 %) stays in "
+        "bf16: LSTM is no linear layer"
+    ]
     model = nn.Sequential(nn.Linear(10, 10), nn.Linear(10, 90))
     assert said(model, "fp8_tensorwise", overrides={"0": "bf16"}) == [
         "fp8_tensorwise casts the products of 0 % of the weights; 1.weight (90 %) stays in bf16: "

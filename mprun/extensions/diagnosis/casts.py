@@ -28,6 +28,7 @@ from mprun.numerics.probe import plainly
 from mprun.precision import DTYPES, weight_products
 from mprun.precision.block_formats import SCALES
 from mprun.precision.module_dtypes import chosen_dtypes, forward_of, those_that_match
+from mprun.precision.own_weights import weight_of
 from mprun.precision.scaled_linear import KEPT, chosen_products
 from mprun.precision.scaled_products import PRODUCTS, ScaledProducts
 from mprun.precision.weight_products import Multiply, noting, with_weights
@@ -125,7 +126,7 @@ class CastMeter:
         return found
 
     def _on_output(self, name: str, module: nn.Module, inputs: tuple, output: Tensor) -> None:
-        (weight,) = inputs[1:] or (module.weight,)  # of a tied layer, or its own
+        (weight,) = inputs[1:] or (weight_of(module),)  # of a tied layer, or its own
         self._on_product(getattr(module, KEPT, None), name, inputs[0], weight, output)
 
     def _on_product(

@@ -1,6 +1,7 @@
 """Casts of linear layers lose values: by hand, as the layers cast, and in runs where it matters."""
 
 import contextlib
+import copy
 import math
 import re
 import shlex
@@ -11,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.parametrizations import spectral_norm
 
 import mprun
 from mprun.cli import main
@@ -635,3 +637,20 @@ def test_planted_outliers_are_named_alike_by_both(tmp_path, capsys, cause, layer
     assert found["casts"][0][0].startswith(f"{layer or 'suit every layer'}: ")
     if layer:
         assert found["smallest_cure"] == [f'{KEY}.modules=["*","!{layer}"]']
+
+
+def test_a_weight_that_is_computed_is_measured_as_it_was_used():
+    """To read it once more would move the vectors of a spectral norm."""
+    torch.manual_seed(0)
+    model = nn.Sequential(spectral_norm(nn.Linear(16, 16)), nn.Linear(16, 16))
+    optimizer = torch.optim.SGD(model.parameters())
+    mprun.prepare(model, optimizer, "fp32")
+    expected = copy.deepcopy(model)
+    inputs = torch.randn(16, 16)
+    expected(inputs)
+    mode = compose_config(["precision=mxfp8"]).config.precision
+    with CastMeter(ScriptTask(optimizer), mode) as meter:
+        model(inputs).sum().backward()
+    assert_same_bits(model.state_dict(), expected.state_dict())
+    (found,) = (own for place, own in meter.read()["0"].items() if place == ("output", "weight"))
+    assert 0 < found.errors <= 2**-8 * found.squares  # half an ulp of E4M3 is 2^-4, squared
