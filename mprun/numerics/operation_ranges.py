@@ -74,11 +74,12 @@ class OperationRanges(Collector):
         for label, learner in task.learners.items():
             for name, module in learner.model.named_modules():
                 path = self._trace.paths[id(module)]
-                self._names[path] = label, name
+                self._names.setdefault(path, (label, name))  # two optimizers may share a model
                 is_torch = type(module).forward.__module__.startswith("torch.nn.")
                 if is_torch and not any(module.children()):
                     self._layers.add(path)
-        self._learner = next(iter(task.learners))  # the one that was called last
+        self._labels = [*task.learners]
+        self._learner = self._labels[0]  # the one that was called last
 
     def __enter__(self) -> Self:
         self._trace.__enter__()
@@ -185,8 +186,7 @@ class OperationRanges(Collector):
             ends = next(numbers), next(numbers)
             if max(ends) >= NOTABLE:
                 reach.setdefault(label, {})[name] = ends
-        labels = {label for label, _ in self._names.values()}
-        return {own: (most_notable(rows.get(own, {})), reach.get(own, {})) for own in labels}
+        return {own: (most_notable(rows.get(own, {})), reach.get(own, {})) for own in self._labels}
 
 
 def _is_power(operation: Operation) -> bool:

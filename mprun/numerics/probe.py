@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 
 from mprun.errors import BadInput
 from mprun.numerics.exponent_counter import (
@@ -101,6 +102,7 @@ class Probe:
         self.meters: dict[str, UpdateMeter] = {}
         self.applied: dict[tuple[str, str], Tensor] = {}
         self.ranges = OperationRanges(task, self.tally)
+        self._places: dict[nn.Module, list[tuple[str, str]]] = {}  # -> learners and names
         self._handles: list = []
         self._gathered: set[int] = set()  # ids of whole weights of shards that are watched
 
@@ -111,9 +113,7 @@ class Probe:
             named = steps.named()
             is_sharded = any(model.is_sharded for model in steps.models)
             for module_name, module in chosen.items():
-                hook = partial(self._on_output, name, module_name)
-                setattr(hook, "sees_inside", True)  # noqa: B010 - of a prepared model
-                self._handles.append(module.register_forward_hook(hook))
+                self._places.setdefault(module, []).append((name, module_name))
                 if is_sharded:
                     hook = partial(self._on_gathered, name, module_name)
                     self._handles.append(module.register_forward_pre_hook(hook))
@@ -130,6 +130,8 @@ class Probe:
                 self.before.append(((name, inside), values, stride, updated))
             names = [own for own in named if owner(own, chosen) is not None]
             self.meters[name] = UpdateMeter(steps, names)
+        # Of all modules: a copy of the model would have its own hooks, and the probe in them.
+        self._handles.append(register_module_forward_hook(self._on_output))
         self.ranges.__enter__()
         return self
 
@@ -150,9 +152,13 @@ class Probe:
                 self._gathered.add(id(own))
                 self._handles.append(own.register_hook(partial(self._on_gradient, key)))
 
-    def _on_output(self, learner: str, name: str, module, inputs, output) -> None:
+    def _on_output(self, module, inputs, output) -> None:
         if graph_task() != -1:  # a block that is computed anew
             return
+        for place in self._places.get(module, ()):
+            self._count_output(*place, module, inputs, output)
+
+    def _count_output(self, learner: str, name: str, module, inputs, output) -> None:
         tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
         with plainly():
             # What an FP8 product would cast, beside the weight and the output's gradient.

@@ -23,6 +23,7 @@ from mprun.numerics.probe_record import ProbeRecord
 from mprun.numerics.probing import Watched
 from mprun.precision import ForwardContext, LossScale, PrecisionPolicy
 from mprun.precision.audit import combined
+from mprun.precision.torch_update import held_by
 from mprun.prepared import OptimizerSteps, state_of
 from mprun.prepared.scaling import Scaling
 from mprun.prepared.shards import is_shard
@@ -104,6 +105,9 @@ class ScriptTask:
                 f"call run.step(loss) after each"
             )
         self._steps = steps
+        for optimizer, name in self._scale_names:
+            if name not in scales:  # its optimizers have not begun, as in warm-up of a critic
+                scales[name] = optimizer.scale.scale.clone()
         if flags:
             scales["found_inf"] = flags[0] if len(flags) == 1 else torch.stack(flags).amax()
         self.metrics = {"loss": self._scalar("loss", loss), **scales}
@@ -136,7 +140,10 @@ class ScriptTask:
         return {
             # By name and not from the model's `state_dict()`, which a model may filter.
             "tensors": self._tensors(),
-            "optimizers": {n: o.state_by_name() for n, o in self.prepared.items()},
+            "optimizers": {
+                n: {name: o.optimizer.state.get(own, {}) for name, own in _held(o).items()}
+                for n, o in self.prepared.items()
+            },
             "settings": {
                 n: [_settings(g) for g in o.optimizer.param_groups]
                 for n, o in self.prepared.items()
@@ -162,8 +169,11 @@ class ScriptTask:
             steps.optimizer.zero_grad()
 
     def _tensors(self) -> dict[str, Tensor]:
-        """Return parameters and buffers, including those that are in no state."""
+        """Return parameters and buffers, including those that are in no state, and parameters of
+        the optimizers that are in no model."""
         found = self.parameters() | self._named("named_buffers")
+        for learner, steps in self.prepared.items():
+            found |= {f"{learner}.{name}": own for name, own in _held(steps).items()}
         return {name: tensor.detach() for name, tensor in found.items()}
 
     def parameters(self) -> dict[str, Tensor]:
@@ -213,9 +223,18 @@ def probe(
     return watched.record(row.step)
 
 
+def _held(steps: OptimizerSteps) -> dict[str, Tensor]:
+    """Return all parameters of an optimizer by name: a head beside the model has none, and gets
+    its number."""
+    named = steps.named()
+    inside = set(map(id, named.values()))
+    beside = (own for own in held_by(steps.optimizer) if id(own) not in inside)
+    return named | {f"beside {number}": own for number, own in enumerate(beside)}
+
+
 def _load_by_name(steps: OptimizerSteps, saved: Mapping[str, Mapping[str, Any]]) -> None:
     """Restore an optimizer's state from copies; entries that have appeared since are removed."""
-    for name, own in steps.named().items():
+    for name, own in _held(steps).items():
         steps.optimizer.state.pop(own, None)
         for key, value in saved[name].items():
             copy = value.clone() if isinstance(value, Tensor) else value
