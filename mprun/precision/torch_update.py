@@ -128,17 +128,21 @@ _RMSPROP = {"square_avg": None, "momentum_buffer": "momentum", "grad_avg": "cent
 _CREATED: dict[type, dict[str, str | None]] = {Adam: _ADAM, AdamW: _ADAM, RMSprop: _RMSPROP}
 
 
-def initialise_state(optimizer: Optimizer) -> None:
+def initialise_state(optimizer: Optimizer, *, graded: bool = False) -> None:
     """Create the state tensors that torch's optimizers of `RULES` would create on a first step.
 
     Zero momentum equals torch's first step (buffer = gradient) if dampening is 0. With another
     dampening, and for other optimizers, no state exists before their first step.
+
+    graded: only of parameters with a gradient, as torch does: others may be frozen for ever.
     """
     if isinstance(optimizer, Muon):
         optimizer.initialise_state()
     kind = type(optimizer)  # a subclass may keep more
     for group in optimizer.param_groups:
         for parameter in group["params"]:
+            if graded and parameter.grad is None:
+                continue
             state = optimizer.state[parameter]
             if kind is SGD and group["momentum"] and not group["dampening"] and not state:
                 state["momentum_buffer"] = torch.zeros_like(parameter)
@@ -215,7 +219,7 @@ def skipping(optimizer: Optimizer, found_inf: Tensor) -> Iterator[None]:
     sparse = [own for own in held_by(optimizer) if own.grad is not None and own.grad.is_sparse]
     waits = _is_on_host(found_inf) or (sparse and not moves_used_rows_alone(optimizer))
     if is_fused(optimizer) and len(optimizer.state) < len(held_by(optimizer)):
-        initialise_state(optimizer)
+        initialise_state(optimizer, graded=True)
     with ExitStack() as stack:
         if is_fused(optimizer) and not host_decides(optimizer):
             optimizer.found_inf = found_inf  # type: ignore[attr-defined]  # not in torch's stub

@@ -138,19 +138,26 @@ class KeptState:
     def _after_load(self, optimizer: Optimizer) -> None:
         loaded, self._loaded = self._loaded, {}
         self.load_state_dict(loaded)
-        if self.narrow is not None:
-            _load_as_saved(optimizer, self.narrow, loaded)
+        _load_as_saved(optimizer, self.narrow, loaded)
 
 
-def _load_as_saved(optimizer: Optimizer, narrow: RoundedWeights, loaded: Mapping[str, Any]) -> None:
-    """Restore the state as it was saved: torch casts it to the dtype of its weight."""
+def _load_as_saved(
+    optimizer: Optimizer, narrow: RoundedWeights | None, loaded: Mapping[str, Any]
+) -> None:
+    """Restore the state as it was saved: torch casts it to the dtype of its weight.
+
+    Without `narrow` only numbers beside the weight, such as NAdam's product, keep their dtype.
+    """
     numbers = [number for group in loaded["param_groups"] for number in group["params"]]
     for number, own in zip(numbers, held_by(optimizer), strict=True):
-        if own not in narrow:
-            continue
+        state = optimizer.state.get(own, {})
         for key, value in loaded["state"].get(number, {}).items():
-            if isinstance(value, Tensor) and (value.dim() or not own.dim()):
-                optimizer.state[own][key] = value.to(own.device, copy=True)
+            if not isinstance(value, Tensor):
+                continue
+            if own.dim() and not value.dim():
+                state[key] = value.to(state[key].device, copy=True)
+            elif narrow is not None and own in narrow:
+                state[key] = value.to(own.device, copy=True)
 
 
 def set_grad_dtype(own: Tensor, dtype: torch.dtype) -> None:
