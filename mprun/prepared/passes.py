@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from mprun.precision.audit import Audit, is_due
 from mprun.precision.batch_statistics import BatchNormGuard
@@ -332,6 +332,10 @@ def run_pass(roots: Sequence[Root], *args: Any, **kwargs: Any) -> Any:
     Passes.number += 1
     autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
     every = [*alive]  # once: weak sets take microseconds
+    if inputs := args[3] if len(args) > 3 else kwargs.get("inputs"):
+        asked = frozenset(id(own) for own in inputs if isinstance(own, nn.Parameter))
+        for model in every if asked else ():
+            model.tensors.ask(asked)
     # Products of models in other modes would count for the one that is watched.
     those = every if due or autocast else [one for one in every if one.forward_context.emulations]
     scaled = [model for model in every if model.scale is not None]

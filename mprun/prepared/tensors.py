@@ -37,6 +37,7 @@ from mprun.torch_private import (
 )
 
 _BUCKET = 2**22  # elements that one node casts
+_QUESTIONS = 64  # that are remembered
 Key = tuple[int, torch.dtype]  # id of a tensor, and the dtype in which its module computes
 Part = tuple[nn.Module, torch.dtype, tuple[nn.Module | None, ...]]
 
@@ -74,6 +75,9 @@ class Tensors:
         # Version and address, the stand-in, the tensor itself; valid while nothing has moved.
         self._cache: dict[Key, tuple[tuple[int, int], Tensor, Tensor]] = {}
         self._moving: set[tuple[int, str]] = set()  # places that calls write to
+        # Ids of parameters whose gradients scripts ask for alone; the questions so far.
+        self._alone: set[int] = set()
+        self._asked: set[frozenset[int]] = set()
         self._watchers: dict[int, OrderedDict[int, Callable[[Tensor], None]]] = {}
 
     def set_mode(self, rounds: bool) -> None:
@@ -103,6 +107,20 @@ class Tensors:
     def forget(self) -> None:
         """Let the next call cast anew: `.data` counts no versions."""
         self._cache.clear()
+
+    def ask(self, asked: frozenset[int]) -> None:
+        """Hear that a pass computes only the gradients of the parameters with these ids.
+
+        Those that are a part of the model get nodes for themselves from the next call on. A pass to
+        a common node takes the whole way to each of its weights.
+        """
+        if not self.changes or asked in self._asked:
+            return
+        if len(self._asked) < _QUESTIONS:
+            self._asked.add(asked)
+        own = {id(one) for one in self.model.parameters() if one.requires_grad}
+        if not own <= asked:
+            self._alone |= own & asked
 
     def watch_gradient(self, own: Tensor, hook: Callable[[Tensor], None]) -> Any:
         """Call `hook` with each gradient of a parameter as the mode computes it; return a handle
@@ -207,7 +225,7 @@ class Tensors:
             # If processes sum gradients during the pass each parameter gets a node: the sums would
             # wait for the last of a group.
             most = 1 if is_available() and is_initialized() else _BUCKET
-            sizes = (most if _is_alone(own) else own.numel() for _, own in pairs)
+            sizes = (most if self._is_alone(own) else own.numel() for _, own in pairs)
             for places in packed(sizes, most):
                 made = make_nodes(self.owner, "weight", wanted, [pairs[n][1] for n in places])
                 for (key, own), tensor in zip([pairs[n] for n in places], made, strict=True):
@@ -216,6 +234,12 @@ class Tensors:
                         tensor.register_hook(watcher)
                     found[key], self._cache[key] = tensor, (_state_of(own), tensor, own)
         return found
+
+    def _is_alone(self, own: Tensor) -> bool:
+        """Return whether a parameter needs a node for itself: a shared one hands an undefined
+        gradient to what a pass has not reached, and torch calls its hooks with it."""
+        is_dense = own.layout is torch.strided
+        return not is_dense or id(own) in self._alone or any(hooks_of_leaf(own))
 
     def _is_special(self, own: Tensor) -> bool:
         """Return whether a parameter needs a node although nothing casts or scales its gradient:
@@ -255,12 +279,6 @@ class Tensors:
             if one.place is parameters_of(module):
                 return f"{name}.{one.key}" if name else one.key
         return one.key
-
-
-def _is_alone(own: Tensor) -> bool:
-    """Return whether a parameter needs a node for itself: a shared one hands an undefined gradient
-    to what a pass has not reached, and torch calls its hooks with it."""
-    return own.layout is not torch.strided or any(hooks_of_leaf(own))
 
 
 def _is_same_memory(now: Tensor, own: Tensor) -> bool:
