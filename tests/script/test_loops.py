@@ -23,7 +23,7 @@ def cases():
             yield pytest.param(name, mode, marks=[pytest.mark.slow] if slow else [])
 
 
-@pytest.mark.few(48)
+@pytest.mark.few(36)
 @pytest.mark.parametrize(("name", "mode"), list(cases()))
 def test_a_loop_is_what_the_plain_script_is(name, mode):
     assert not fault(name, mode, outcome(name, mode))

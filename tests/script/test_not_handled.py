@@ -114,6 +114,29 @@ def fp32_after_the_third_call():
 
 
 @not_handled(
+    "changes a buffer or a weight in `forward` for the first time after the third call (the first "
+    "three in `eval()`)"
+)
+def written_after_the_third_call():
+    def act(self, y):
+        if self.training:
+            with torch.no_grad():
+                self.follows.mul_(0.999)
+        return y * self.follows
+
+    model, _ = prepared(BF16, Calls(act, follows=torch.ones(4)))
+    model.eval()
+    for _ in range(3):
+        model(ONES)
+    model.train()
+    model(ONES)
+    expected = torch.ones(4).bfloat16().mul_(0.999).float()
+    assert torch.equal(model.follows, expected)
+    model(ONES)
+    assert torch.equal(model.follows, expected * 0.999)
+
+
+@not_handled(
     "compiles the model, and only after its third call first hooks a tensor or changes weights in "
     "`forward`"
 )

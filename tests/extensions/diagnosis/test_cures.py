@@ -235,7 +235,7 @@ def test_a_state_moved_to_another_mode_trains_on(build_run, mode):
     assert mine == pytest.approx(theirs, abs=0.02)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("to", ["null", "bf16", "fp8"])
 def test_state_in_blocks_is_moved_as_numbers(build_run, to):
     key = "precision.update.state_dtype"
