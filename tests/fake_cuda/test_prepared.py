@@ -65,6 +65,45 @@ def test_script_in_every_mode(script, mode, tmp_path):
     assert [w for w in found["warnings"] if "prototype" not in w and "AdamW betas" not in w] == []
 
 
+SEVERAL = """
+import torch, mprun
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.gain = nn.Linear(16, 16), nn.Parameter(torch.ones(16))
+    def forward(self, x):
+        return checkpoint(lambda x: self.layer(x) * self.gain, x, use_reentrant=True)
+
+def answer():
+    models = [Scaled().cuda() for _ in range(3)]
+    head = nn.Linear(16, 16).cuda()
+    held = [own for module in (*models, head) for own in module.parameters()]
+    optimizer = torch.optim.AdamW(held, 1e-3, fused=True)
+    mprun.prepare(models, [optimizer], {mode!r})
+    x = torch.ones(8, 16, device="cuda", requires_grad=True)
+    try:
+        for step in range(8):  # the first three calls of each are watched
+            torch.cuda.set_sync_debug_mode("error" if step >= 6 else "default")
+            optimizer.zero_grad()
+            loss = head(models[1 + step % 2](models[0](x))).square().mean()  # one is left out
+            loss.backward()
+            nn.utils.clip_grad_norm_(held, 1.0)
+            optimizer.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return {{"steps": mprun.state_of(optimizer).steps}}
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["amp", "fp16_master_scaled", "bf16_master"])
+def test_models_that_losses_leave_out_and_checkpoints_wait_for_nothing(script, mode):
+    assert script(SEVERAL.format(mode=mode))["steps"] == 8
+
+
 WAITS = """
 import contextlib, io, torch, mprun
 from mprun.precision.torch_update import initialise_state
