@@ -340,7 +340,7 @@ def run_pass(roots: Sequence[Root], *args: Any, **kwargs: Any) -> Any:
     those = every if due or autocast else [one for one in every if one.forward_context.emulations]
     scaled = [model for model in every if model.scale is not None]
     scales = {model.loss_scale for model in scaled}
-    if graph_task() != -1 and any(new := [own for own in scaled if is_due(own.calls - 1)]):
+    if graph_task() != -1 and (new := [own for own in scaled if is_due(own.calls - 1)]):
         refuse_recomputed(autograd_node(), roots, new, lambda own: own.tensors.dtypes())
     try:
         with (
